@@ -29,6 +29,7 @@ from typing import Any, Protocol, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
+from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
@@ -334,16 +335,22 @@ def _check_origin(request: Request, media_type: str, *, is_bearer: bool) -> None
 
 def _check_query(route: APIRoute, request: Request) -> None:
     """Raises ProblemError for unknown and repeated parameters, which FastAPI ignores."""
-    known = {param.alias for param in route.dependant.query_params}
-    lists = {param.alias for param in route.dependant.query_params if get_origin(param.field_info.annotation) is list}
+    params = _query_params(route.dependant)
+    known = {param.alias for param in params}
+    lists = {param.alias for param in params if get_origin(param.field_info.annotation) is list}
     found = set()
     for name in (name for name, _ in request.query_params.multi_items()):
         if name not in known:
-            accepted = ", ".join(param.alias for param in route.dependant.query_params) or "none"
+            accepted = ", ".join(param.alias for param in params) or "none"
             raise ProblemError(400, f"no parameter {name!r}", where=f"?{name}", accepted=accepted)
         if name in found and name not in lists:
             raise ProblemError(400, f"{name!r} is given twice", where=f"?{name}", accepted="one value")
         found.add(name)
+
+
+def _query_params(dependant: Dependant) -> list[Any]:
+    """Query parameters of a handler and of its dependencies."""
+    return [*dependant.query_params, *(param for each in dependant.dependencies for param in _query_params(each))]
 
 
 def _check_json(data: bytes) -> None:
