@@ -38,6 +38,16 @@ export function bothTimes(marks: Marks, at_s: number): string {
   return day ? `${day} · ${seconds(at_s)}` : seconds(at_s);
 }
 
+/** Words below a mark of an axis: the time of day, and the date where it is another than `day`. */
+export function tickInDay(marks: Marks, at_s: number, step_s: number, day: string): { text: string; day: string } {
+  const found = dateOf(marks, at_s);
+  if (!found) return { text: "", day };
+  const its = dayOf(found.date);
+  if (step_s >= 86400) return { text: its, day: its };
+  const time = clockTime(found.date, step_s < 60);
+  return { text: its === day ? time : `${its} ${time}`, day: its };
+}
+
 const UNITS = [
   ["s", 1, 180],
   ["min", 60, 3 * 3600],
@@ -46,18 +56,21 @@ const UNITS = [
 ] as const;
 
 export interface Ticks {
-  unit: string;
   /** Seconds from one mark to the next. */
   step_s: number;
   label: (at_s: number) => string;
 }
 
+/** 1, 2 or 5 times a power of ten, not below `least`. */
+export function niceStep(least: number): number {
+  const ten = 10 ** Math.floor(Math.log10(least));
+  return [1, 2, 5, 10].map((each) => each * ten).find((each) => each >= least * 0.999) ?? 10 * ten;
+}
+
 /** Marks of an axis, all in the one unit that fits its width: `10 min`, `20 min`. */
 export function ticksOf(span_s: number, most: number): Ticks {
   const [unit, unit_s] = UNITS.find((each) => span_s <= each[2]) ?? UNITS[3];
-  const least = span_s / unit_s / Math.max(1, most);
-  const ten = 10 ** Math.floor(Math.log10(least));
-  const step = [1, 2, 5, 10].map((each) => each * ten).find((each) => each >= least * 0.999) ?? 10 * ten;
+  const step = niceStep(span_s / unit_s / Math.max(1, most));
   const decimals = Math.max(0, -Math.floor(Math.log10(step * 1.0001)));
-  return { unit, step_s: step * unit_s, label: (at_s) => `${(at_s / unit_s).toFixed(decimals)} ${unit}` };
+  return { step_s: step * unit_s, label: (at_s) => `${(at_s / unit_s).toFixed(decimals)} ${unit}` };
 }

@@ -4,19 +4,21 @@ import { post, useData } from "./api";
 import { paintOf } from "./colours";
 import { CostOverTime } from "./cost";
 import { Trouble } from "./frame";
+import { GroupSums } from "./groups";
 import { colourOf, of, useShown } from "./lane";
 import { announce } from "./live";
-import { Dot, PipelineName, Tiles } from "./parts";
-import { address } from "./place";
+import { Dot, PipelineName, Tiles, When } from "./parts";
+import { address, amend, usePlace } from "./place";
 import { KINDS, type Kind, type Page } from "./kinds";
 import type { Alert, Charge, Device, Happening, Lane, Pipeline } from "./shapes";
-import { count, moment, percent, reward, seconds, stageName, times } from "./words";
+import { count, percent, reward, seconds, stageName, times } from "./words";
 
 const MANY_DEVICES = 200;
 
 export function Fleet() {
   const { lane } = useShown();
   const name = of(lane.name);
+  const by = usePlace().query.get("by") ?? "";
   const devices = useData<Page<Device>>(`/lanes/${name}/devices`, [`devices:${lane.name}`, `lane:${lane.name}`]);
   const rows = useData<Page<Pipeline>>(`/pipelines?lane=${name}&sort=active&limit=100`, [`pipeline:${lane.name}`]);
   const failed = useData<Page<Pipeline>>(`/pipelines?lane=${name}&status=failed,refused&sort=-ended_s&limit=${MOST_LISTED}`, [`pipeline:${lane.name}`]);
@@ -36,7 +38,15 @@ export function Fleet() {
       <h2>
         Where the time of all devices went <small>{seconds(lane.makespan_s)}{lane.state === "over" ? "" : " so far"}, {lane.num_devices} devices</small>
       </h2>
-      <Charges charges={lane.charges} />
+      <div class="toolbar">
+        <select aria-label="where the time went, by" value={by} onChange={(event) => amend({ by: event.currentTarget.value || null })}>
+          <option value="">by pipeline</option>
+          {["project", "user", "label", "day"].map((each) => (
+            <option value={each}>by {each}</option>
+          ))}
+        </select>
+      </div>
+      {by ? <GroupSums by={by} filters={`lane=${name}`} /> : <Charges charges={lane.charges} />}
       <CostOverTime />
       <h2>Devices</h2>
       {devices.value && <Devices devices={devices.value.items} isOver={!lane.is_going_on} />}
@@ -378,7 +388,9 @@ function Happenings({ lane }: { lane: Lane }) {
         <tbody>
           {events.value.items.map((event) => (
             <tr>
-              <td class="number">{moment(event.time_s, 100)}</td>
+              <td>
+                <When at_s={event.time_s} />
+              </td>
               <td class="name">{event.pipeline}</td>
               <td>{event.what}</td>
               <td>{event.text}</td>

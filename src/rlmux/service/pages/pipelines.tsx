@@ -208,16 +208,16 @@ function useColumns({ marked, mark, tell }: Marks): readonly Column<Pipeline>[] 
         </>
       ),
     },
-    { id: "step_s_mean", title: "step takes", kind: "number", value: true, cell: (row) => seconds(row.step_s_mean) },
-    { id: "tokens", title: "tokens", kind: "number", value: true, cell: (row) => count(row.tokens) },
+    { id: "eta_s", title: "left", kind: "number", value: true, cell: (row) => (row.status === "running" || row.status === "waiting" ? seconds(row.eta_s) : "") },
     { id: "project", title: "project", kind: "nowrap", value: true, cell: (row) => row.project },
     { id: "user", title: "user", kind: "nowrap", value: true, cell: (row) => row.user },
-    { id: "task", title: "task", kind: "nowrap", value: true, isExtra: true, cell: (row) => row.task },
     { id: "submitted_s", title: "submitted", value: true, cell: (row) => <When at_s={row.submitted_s} /> },
+    { id: "tokens", title: "tokens", kind: "number", value: true, cell: (row) => count(row.tokens) },
+    { id: "step_s_mean", title: "step takes", kind: "number", value: true, isExtra: true, cell: (row) => seconds(row.step_s_mean) },
+    { id: "task", title: "task", kind: "nowrap", value: true, isExtra: true, cell: (row) => row.task },
     { id: "admitted_s", title: "admitted", value: true, isExtra: true, cell: (row) => <When at_s={row.admitted_s} /> },
     { id: "ended_s", title: "ended", value: true, isExtra: true, cell: (row) => <When at_s={row.ended_s} /> },
     { id: "promise", title: "weights, shared or alone", isExtra: true, tip: (row) => promiseTitle(row.promise), cell: (row) => promiseWord(row.promise) },
-    { id: "eta_s", title: "left", kind: "number", value: true, cell: (row) => (row.status === "running" || row.status === "waiting" ? seconds(row.eta_s) : "") },
   ];
 }
 
