@@ -48,11 +48,12 @@ export function tickInDay(marks: Marks, at_s: number, step_s: number, day: strin
   return { text: its === day ? time : `${its} ${time}`, day: its };
 }
 
+/** Unit, its seconds, the widest span that is in it, and round steps of it. */
 const UNITS = [
-  ["s", 1, 180],
-  ["min", 60, 3 * 3600],
-  ["h", 3600, 4 * 86400],
-  ["d", 86400, Infinity],
+  ["s", 1, 180, [1, 2, 5, 10, 15, 20, 30, 60]],
+  ["min", 60, 3 * 3600, [1, 2, 5, 10, 15, 20, 30, 60]],
+  ["h", 3600, 4 * 86400, [1, 2, 3, 6, 12, 24]],
+  ["d", 86400, Infinity, [1, 2, 7, 14, 28]],
 ] as const;
 
 export interface Ticks {
@@ -69,8 +70,9 @@ export function niceStep(least: number): number {
 
 /** Marks of an axis, all in the one unit that fits its width: `10 min`, `20 min`. */
 export function ticksOf(span_s: number, most: number): Ticks {
-  const [unit, unit_s] = UNITS.find((each) => span_s <= each[2]) ?? UNITS[3];
-  const step = niceStep(span_s / unit_s / Math.max(1, most));
+  const [unit, unit_s, , steps] = UNITS.find((each) => span_s <= each[2]) ?? UNITS[3];
+  const least = span_s / unit_s / Math.max(1, most);
+  const step = (least > 0.5 ? steps.find((each) => each >= least * 0.999) : undefined) ?? niceStep(least);
   const decimals = Math.max(0, -Math.floor(Math.log10(step * 1.0001)));
   return { step_s: step * unit_s, label: (at_s) => `${(at_s / unit_s).toFixed(decimals)} ${unit}` };
 }

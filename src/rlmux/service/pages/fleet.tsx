@@ -11,6 +11,7 @@ import { Dot, PipelineName, Tiles, When } from "./parts";
 import { address, amend, usePlace } from "./place";
 import { KINDS, type Kind, type Page } from "./kinds";
 import type { Alert, Charge, Device, Happening, Lane, Pipeline } from "./shapes";
+import { Table, type Column } from "./table";
 import { count, percent, reward, seconds, stageName, times } from "./words";
 
 const MANY_DEVICES = 200;
@@ -376,6 +377,14 @@ function Brief({ rows }: { rows: Pipeline[] }) {
   );
 }
 
+const HAPPENED: readonly Column<Happening>[] = [
+  { id: "at", title: "at", value: (event) => event.time_s, cell: (event) => <When at_s={event.time_s} /> },
+  { id: "pipeline", title: "pipeline", kind: "name", value: (event) => event.pipeline, cell: (event) => event.pipeline },
+  { id: "event", title: "event", value: (event) => event.what, cell: (event) => event.what },
+  { id: "text", title: "why", cell: (event) => event.text },
+  { id: "device", title: "device", kind: "muted", value: (event) => event.device, cell: (event) => event.device },
+];
+
 function Happenings({ lane }: { lane: Lane }) {
   const events = useData<Page<Happening>>(`/lanes/${of(lane.name)}/events?limit=12&migrations=false`, [`lane:${lane.name}`]);
   if (!events.value?.items.length) return null;
@@ -384,21 +393,7 @@ function Happenings({ lane }: { lane: Lane }) {
       <h2>
         What happened <small>newest first{lane.num_migrations ? `, without ${count(lane.num_migrations)} migrations` : ""}</small>
       </h2>
-      <table>
-        <tbody>
-          {events.value.items.map((event) => (
-            <tr>
-              <td>
-                <When at_s={event.time_s} />
-              </td>
-              <td class="name">{event.pipeline}</td>
-              <td>{event.what}</td>
-              <td>{event.text}</td>
-              <td class="muted">{event.device}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      <Table name="events" label="what happened" columns={HAPPENED} rows={events.value.items} idOf={(event, index) => `${event.time_s} ${index}`} />
     </>
   );
 }

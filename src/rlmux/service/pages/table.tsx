@@ -36,7 +36,7 @@ interface Props<Row> {
   class?: string;
   columns: readonly Column<Row>[];
   rows: readonly Row[];
-  idOf: (row: Row) => string;
+  idOf: (row: Row, index: number) => string;
   /** Whether rows come in the order that the address asks for. */
   isServers?: boolean;
   /** Opens a row: Enter, after j and k. */
@@ -117,7 +117,7 @@ export function Table<Row>({ name = "", label, columns, rows, idOf, isServers = 
     features,
     columns: defs as never,
     data: data as (Row & object)[],
-    getRowId: (row) => idOf(row),
+    getRowId: (row, index) => idOf(row, index),
     state: { sorting, columnVisibility: visibility },
     manualSorting: isServers,
     enableMultiSort: false,

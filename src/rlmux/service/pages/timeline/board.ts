@@ -344,6 +344,7 @@ export class Board {
     const { scale, span } = this;
     const { step_s, label } = ticksOf(span.t1 - span.t0, this.plotWidth / 100);
     let day = "";
+    const words: string[] = [];
     context.font = "11px system-ui,sans-serif";
     context.textBaseline = "middle";
     context.textAlign = "center";
@@ -356,11 +357,13 @@ export class Board {
       context.fillStyle = this.#colours.muted;
       if (!isWhole) continue;
       context.fillText(label(at_s), x, AXIS.y + 8);
-      const words = tickInDay(this.#clock, at_s, step_s, day);
-      day = words.day;
-      context.fillText(words.text, x, AXIS.y + 22);
+      const below = tickInDay(this.#clock, at_s, step_s, day);
+      day = below.day;
+      context.fillText(below.text, x, AXIS.y + 22);
+      words.push(`${label(at_s)} ${below.text}`);
     }
     context.textAlign = "left";
+    this.#canvas.dataset.axis = words.join("|"); // for those who cannot see it
   }
 
   #drawNames(context: CanvasRenderingContext2D): void {
