@@ -35,10 +35,10 @@ RATCHET = {
     "lines of papers": 2_800,
     "lines of policies": 7_700,
     "lines of profiling": 3_000,
-    "lines of report": 6_900,
+    "lines of report": 7_000,  # time of day of a run's seconds
     "lines of rl": 10_700,  # sessions of programs, their sandboxes, suites in Harbor's layout, processes of rewards
     "lines of runtime": 15_200,  # retries in the run in progress, by hand and by rule; sessions
-    "lines of service": 13_300,
+    "lines of service": 13_700,  # filters, counts and groups of pipelines
     "lines of sim": 9_200,
     "lines of top level": 2_900,
     "class names twice": 45,  # a program's Session, Outcome and Gateway are not those of other rooms
@@ -46,7 +46,7 @@ RATCHET = {
     "broad excepts": 66,
     "functions over nine parameters": 16,
     "inner folders that import each other": 0,
-    "words of docs": 57_800,  # agents, retries
+    "words of docs": 58_000,  # agents, retries, filters and groups of pipelines
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

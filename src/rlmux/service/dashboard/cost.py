@@ -21,10 +21,9 @@ from rlmux.service.dashboard.auth.access import SERVER
 from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.parameters import Caller, Filters
 from rlmux.service.dashboard.router import Address, get
-from rlmux.service.dashboard.schemas.run_schemas import Cost, Group, Groups, Sums
+from rlmux.service.dashboard.schemas.run_schemas import Cost, Group, GroupList, Sums
 from rlmux.service.index.columns import Array
-from rlmux.service.index.groups import DAY
-from rlmux.service.index.groups import Groups as GroupSums
+from rlmux.service.index.groups import DAY, GroupSums
 from rlmux.service.index.selection import FILTERS
 from rlmux.service.index.store import IndexReader
 from rlmux.service.index.tiles import LEVELS
@@ -47,7 +46,7 @@ class CostReads:
             get("/pipelines/groups", self.groups, "Sums of groups of pipelines: figures, device time, dollars"),
         )
 
-    def groups(self, caller: Caller, filters: Filters, by: GroupBy = "project") -> Groups:
+    def groups(self, caller: Caller, filters: Filters, by: GroupBy = "project") -> GroupList:
         """Sums over all pipelines that match, of what the caller may see."""
         selection, sums, seqs, is_priced = filters.selection(), GroupSums(by), [], False
         for lane, reader in self._reads.readers(filters.lane, caller.principal):
@@ -58,7 +57,7 @@ class CostReads:
             seqs.append(reader.seq)
             is_priced = is_priced or has_prices
         items = [Group(**its.to_json(key, is_priced=is_priced)) for key, its in sums.items()]
-        return Groups(
+        return GroupList(
             by=by,
             items=items[:MOST_GROUPS],
             total=Group(**sums.total.to_json("", is_priced=is_priced)),

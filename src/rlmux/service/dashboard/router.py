@@ -29,7 +29,6 @@ from typing import Any, Protocol, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
-from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
@@ -41,7 +40,7 @@ from rlmux.service.dashboard.auth.access import Access, Principal
 from rlmux.service.dashboard.auth.audit import Audit
 from rlmux.service.dashboard.parameters import CallerContext
 from rlmux.service.index.store import dumps
-from rlmux.service.problems import PROBLEMS, ProblemError, invalid, of_storage, unwritten
+from rlmux.service.problems import PROBLEMS, ProblemError, invalid, of_storage, query_params, unwritten
 
 PREFIX = "/api/v1"
 JSON = "application/json"
@@ -335,7 +334,7 @@ def _check_origin(request: Request, media_type: str, *, is_bearer: bool) -> None
 
 def _check_query(route: APIRoute, request: Request) -> None:
     """Raises ProblemError for unknown and repeated parameters, which FastAPI ignores."""
-    params = _query_params(route.dependant)
+    params = query_params(route.dependant)
     known = {param.alias for param in params}
     lists = {param.alias for param in params if get_origin(param.field_info.annotation) is list}
     found = set()
@@ -346,11 +345,6 @@ def _check_query(route: APIRoute, request: Request) -> None:
         if name in found and name not in lists:
             raise ProblemError(400, f"{name!r} is given twice", where=f"?{name}", accepted="one value")
         found.add(name)
-
-
-def _query_params(dependant: Dependant) -> list[Any]:
-    """Query parameters of a handler and of its dependencies."""
-    return [*dependant.query_params, *(param for each in dependant.dependencies for param in _query_params(each))]
 
 
 def _check_json(data: bytes) -> None:

@@ -1,7 +1,7 @@
 """Sums of groups of pipelines: their figures, and the device time that is put down to them.
 
 rows that match ─┐
-intervals        ├─ Groups.add, a lane at a time ──▶ Groups.items   a sum for each project, user, day, ...
+intervals        ├─ GroupSums.add, a lane at a time ──▶ items   a sum for each project, user, day, ...
 prices           ┘
 """
 
@@ -61,7 +61,7 @@ class Sum:
         }
 
 
-class Groups:
+class GroupSums:
     """Sums by one key over lanes. A pipeline with two labels counts for each, and once in the total."""
 
     def __init__(self, by: str) -> None:

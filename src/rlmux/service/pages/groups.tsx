@@ -3,7 +3,7 @@ import { useData } from "./api";
 import { Trouble } from "./frame";
 import { useShown } from "./lane";
 import { address, usePlace } from "./place";
-import type { Group, Groups } from "./shapes";
+import type { Group, GroupList } from "./shapes";
 import { Table, type Column } from "./table";
 import { count, figure, percent } from "./words";
 
@@ -20,7 +20,7 @@ function placeOf(by: string, key: string, query: URLSearchParams): string {
   return address("/pipelines", { ...kept, ...(by === "day" ? { since: key, until: key } : { [by]: key }) });
 }
 
-function columnsOf(by: string, { total, other_hours }: Groups, query: URLSearchParams): Column<Group>[] {
+function columnsOf(by: string, { total, other_hours }: GroupList, query: URLSearchParams): Column<Group>[] {
   const whole = total.device_hours + other_hours;
   const part = (hours: number) => (hours > 0 ? percent(hours / whole) : "");
   return [
@@ -41,7 +41,7 @@ function columnsOf(by: string, { total, other_hours }: Groups, query: URLSearchP
 export function GroupSums({ by, filters }: { by: string; filters: string }) {
   const { lane } = useShown();
   const { query } = usePlace();
-  const groups = useData<Groups>(`/pipelines/groups?by=${encodeURIComponent(by)}&${filters}`, [`pipeline:${lane.name}`]);
+  const groups = useData<GroupList>(`/pipelines/groups?by=${encodeURIComponent(by)}&${filters}`, [`pipeline:${lane.name}`]);
   if (!groups.value) return <Trouble error={groups.error} />;
   const { items, total, num_more, other_hours } = groups.value;
   const columns = columnsOf(by, groups.value, query);

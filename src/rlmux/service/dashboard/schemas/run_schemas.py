@@ -436,7 +436,7 @@ class Group(Shape):
     """Null where no pool has a price."""
 
 
-class Groups(Listed[Group]):
+class GroupList(Listed[Group]):
     by: str
     total: Group
     """All pipelines that match, each once."""
