@@ -35,10 +35,10 @@ RATCHET = {
     "lines of papers": 2_800,
     "lines of policies": 7_700,
     "lines of profiling": 3_000,
-    "lines of report": 7_000,  # counters of the hardware
+    "lines of report": 7_100,  # counters of the hardware, time of day
     "lines of rl": 10_700,  # sessions of programs, their sandboxes, suites in Harbor's layout, processes of rewards
     "lines of runtime": 15_800,  # retries, removals by hand and by rule; sessions; counters of the hardware, trackers
-    "lines of service": 13_900,  # logins by a provider, probes, counters of the hardware; removals
+    "lines of service": 14_300,  # filters and groups of pipelines, logins by a provider, probes, hardware, removals
     "lines of sim": 9_200,
     "lines of top level": 2_900,
     "class names twice": 45,  # a program's Session, Outcome and Gateway are not those of other rooms
@@ -46,7 +46,7 @@ RATCHET = {
     "broad excepts": 66,
     "functions over nine parameters": 16,
     "inner folders that import each other": 0,
-    "words of docs": 59_000,  # agents, retries; trackers; logins by a provider; rlmux remove, the section keep
+    "words of docs": 59_200,  # agents, retries; trackers; logins by a provider; rlmux remove, the section keep
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

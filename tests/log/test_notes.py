@@ -24,7 +24,7 @@ DELIVERY = notes.WeightDelivery(
 )
 SHARE = {"project": "p", "user": "u", "share": 0.5, "quota": {"max_running": None}}
 NOTES = [
-    notes.ResumedNote(pipelines=[A], retried=[]),
+    notes.ResumedNote(pipelines=[A], retried=[], utc="2026-11-29T14:03:22+00:00"),
     notes.EndNote(pipelines={A: END}, control_s=0.5),
     notes.DefectNote(text="a defect"),
     notes.SalvagedNote(rows=7, missing=[(3, 4)], damage=["run.db is cut short"], left_out=1),

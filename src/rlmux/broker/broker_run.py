@@ -22,7 +22,7 @@ from rlmux.core.decision.policy import Policy
 from rlmux.core.errors import UserError
 from rlmux.log.folder_lock import FolderLock
 from rlmux.log.notes import ResumedNote
-from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header
+from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header, utc_now
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.control.inbox import Inbox
 from rlmux.runtime.controller import Listener
@@ -73,7 +73,7 @@ def run_broker(
         first_fence=log.last_seq + 1,
     )
     if is_there:
-        log.append_note(log.last_time_s, ResumedNote(pipelines=(), retried=()))
+        log.append_note(log.last_time_s, ResumedNote(pipelines=(), retried=(), utc=utc_now()))
         permits.restore(folder)
     permits.start()
     on_listening(server.address)

@@ -80,6 +80,8 @@ class ResumedNote(Note, type="resumed"):
     """Failed pipelines that are unfinished again."""
     machines: Mapping[str, Sequence[str]] | None = None
     """`Pool.machines` by pool from now on; None: not known."""
+    utc: str | None = None
+    """ISO time of this note, so that later rows have a time of day; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,11 @@ NOT_SHOWN = ("rollout", "checkpoint")
 _INSERT = "INSERT INTO log (seq, time_s, kind, type, json, crc32) VALUES (?, ?, ?, ?, ?, ?)"
 
 
+def utc_now() -> str:
+    """Time of day in ISO form, for readers; no decision depends on it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def run_header(
     *,
     policy: str,
@@ -92,7 +97,7 @@ def run_header(
         "policy": policy,
         "backend": backend,
         "rlmux_version": version("rlmux"),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": utc_now(),
         "pools": {
             pool.name: {
                 "phase": "both" if pool.serves_both_phases else pool.phase,

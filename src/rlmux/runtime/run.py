@@ -35,7 +35,7 @@ from rlmux.log import value_codec
 from rlmux.log.folder_lock import FolderLock
 from rlmux.log.notes import DefectNote, EndNote, Note, PipelineEndNote, ResumedNote, RetriedNote, StartReservedNote
 from rlmux.log.restored_shares import shares_events
-from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header
+from rlmux.log.run_log import LOG_NAME, LogReader, RunLog, run_header, utc_now
 from rlmux.log.run_state import RunState
 from rlmux.policies.max_min_fairness import FairShares
 from rlmux.report.reports import write_report
@@ -242,7 +242,8 @@ def resume_pipelines(
         log.commit()
         _fill_metrics(folder)
         names = [submission.pipeline.id for submission in unfinished]
-        log.append_note(log.last_time_s, ResumedNote(pipelines=names, retried=again, machines=cluster.machines or None))
+        resumed = ResumedNote(pipelines=names, retried=again, machines=cluster.machines or None, utc=utc_now())
+        log.append_note(log.last_time_s, resumed)
         for listener in options.listeners:
             listener.update(log.last_time_s, (), (), notes)
         workers = _sharing(options.workers, policy)

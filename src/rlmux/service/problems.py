@@ -13,6 +13,7 @@ import sqlite3
 from http import HTTPStatus
 from typing import Any
 
+from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic.fields import FieldInfo
@@ -79,13 +80,18 @@ def invalid(error: RequestValidationError, route: APIRoute) -> ProblemError:
     name, message = ".".join(map(str, names)), first["msg"].removeprefix("Value error, ")
     if place == "body":
         return _invalid_body(first, name or "body", message, route)
-    fields = route.dependant.query_params if place == "query" else route.dependant.path_params
+    fields = query_params(route.dependant) if place == "query" else route.dependant.path_params
     field = next(candidate for candidate in fields if candidate.alias == names[0])
     wrong = f"{name} is missing" if first["type"] == "missing" else f"{name} is {str(first['input'])[:80]!r}"
     accepted = _accepted(field.field_info) or message
     if place == "path":
         return ProblemError(404, wrong, accepted=accepted)
     return ProblemError(400, wrong, where=f"?{names[0]}", accepted=accepted)
+
+
+def query_params(dependant: Dependant) -> list[Any]:
+    """Query parameters of a handler and of its dependencies."""
+    return [*dependant.query_params, *(param for each in dependant.dependencies for param in query_params(each))]
 
 
 def _invalid_body(first: Any, name: str, message: str, route: APIRoute) -> ProblemError:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.log_script import ROLLOUT, STAGES, TRAIN, AlternatingRun, LogScript, order
+from tests.log_script import ROLLOUT, STAGES, TRAIN, AlternatingRun, LogScript, long_lane, order
 from tests.service.pages_server import Pages
 
 from rlmux.core.actions import Admit
@@ -196,6 +197,118 @@ def test_pipelines_are_searched_sorted_and_paged(pages):
     first = pages.get("/pipelines", limit=1)
     assert [row["name"] for row in pages.get("/pipelines", limit=1, cursor=first["next"])["items"]] == ["tools"]
     assert pages.get("/pipelines", status="failed,waiting")["items"] == []
+
+
+@pytest.fixture(scope="module")
+def lane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
+    """40 pipelines over four days, in five projects of 17 users."""
+    served = Pages(long_lane(40, days=4.0).write(tmp_path_factory.mktemp("runs") / "long"))
+    yield served
+    served.close()
+
+
+def names_of(found: dict) -> list[str]:
+    return [row["name"] for row in found["items"]]
+
+
+def test_pipelines_are_filtered_by_project_user_label_and_state(lane):
+    label = {"labels": ["baseline", "seed 1"], "note": ""}
+    assert lane.client.post("/pipelines/long/job-0006/labels", json=label).status_code == 200
+    assert names_of(lane.get("/pipelines", project="team-1", user="user-1,user-6")) == ["job-0001", "job-0006"]
+    assert names_of(lane.get("/pipelines", label="baseline")) == ["job-0006"]
+    assert lane.get("/pipelines", label="-")["total"] == 39
+    assert names_of(lane.get("/pipelines", status="failed", project="team-2")) == ["job-0007"]
+    assert lane.get("/pipelines", task="copy")["total"] == 0
+    assert lane.get("/pipelines/groups", by="label")["items"][0]["key"] == "-"
+    counted = {group["key"]: group["pipelines"] for group in lane.get("/pipelines/groups", by="label")["items"]}
+    assert counted == {"-": 39, "baseline": 1, "seed 1": 1}
+    assert lane.get("/pipelines/groups", by="label")["total"]["pipelines"] == 40
+
+
+def test_a_filters_values_count_what_the_other_filters_let_pass(lane):
+    found = lane.get("/pipelines", project="team-1", status="failed", facets=True, limit=1)["facets"]
+    counts = {name: {each["value"]: each["pipelines"] for each in values} for name, values in found.items()}
+    assert counts["project"] == {f"team-{place % 5}": 1 for place in (7, 15, 23, 31, 39)}
+    assert counts["status"] == {"finished": 7, "failed": 1}
+    assert counts["user"] == {"user-14": 1}
+    assert "facets" not in lane.get("/pipelines", limit=1)
+
+
+def test_dates_of_submission_are_utc_and_a_last_date_is_included(lane):
+    rows = lane.get("/pipelines")["items"]
+    begun = datetime.fromisoformat(lane.get("/lanes/long")["created"])
+    for row in rows:
+        assert datetime.fromisoformat(row["submitted_at"]) == begun + timedelta(seconds=int(row["submitted_s"]))
+    day = rows[20]["submitted_at"][:10]
+    of_day = [row["name"] for row in rows if row["submitted_at"].startswith(day)]
+    assert names_of(lane.get("/pipelines", since=day, until=day)) == of_day
+    after = lane.get("/pipelines", since=rows[20]["submitted_at"], limit=500)
+    assert names_of(after) == [row["name"] for row in rows[20:]]
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ({"since": "yesterday"}, "no time 'yesterday'"),
+        ({"status": "running,broken"}, "no status 'broken'"),
+        ({"sort": "colour"}, "colour"),
+        ({"team": "a"}, "no parameter 'team'"),
+    ],
+)
+def test_an_unknown_filter_is_refused_in_one_line_with_what_is_accepted(lane, query, said):
+    for path in ("/pipelines", "/pipelines/groups"):
+        answer = lane.client.get(path, params=query)
+        assert answer.status_code == 400
+        assert said in answer.text or "no parameter 'sort'" in answer.text
+        assert answer.json()["accepted"]
+        assert "\n" not in answer.json()["detail"]
+
+
+def test_pipelines_are_sorted_by_any_column_those_without_a_value_last(lane):
+    rows = lane.get("/pipelines", sort="-tokens")["items"]
+    assert [row["tokens"] for row in rows] == sorted((row["tokens"] for row in rows), reverse=True)
+    assert lane.get("/pipelines", sort="user")["items"][0]["user"] == "user-0"
+    slowest = [row["step_s_mean"] for row in lane.get("/pipelines", sort="step_s_mean")["items"]]
+    known = [value for value in slowest if value is not None]
+    assert slowest == sorted(known) + [None] * (len(slowest) - len(known))
+
+
+@pytest.mark.parametrize("by", ["project", "user", "task", "status", "day"])
+def test_groups_sum_the_pipelines_and_all_device_time(lane, by):
+    found = lane.get("/pipelines/groups", by=by)
+    rows, whole = lane.get("/pipelines", limit=500)["items"], lane.get("/lanes/long")
+    total = found["total"]
+    assert (total["pipelines"], total["tokens"]) == (40, sum(row["tokens"] for row in rows))
+    assert sum(group["steps"] for group in found["items"]) == sum(row["step"] for row in rows)
+    hours = sum(group["device_hours"] for group in found["items"])
+    assert hours == pytest.approx(total["device_hours"])
+    assert hours + found["other_hours"] == pytest.approx(2 * whole["makespan_s"] / 3600)
+    charged = sum(charge["seconds"] for charge in whole["charges"] if charge["pipeline"])
+    assert hours == pytest.approx(charged / 3600)
+    assert total["busy_hours"] == pytest.approx(whole["seconds"]["busy"] / 3600)
+    assert total["usd"] is None
+
+
+def test_device_time_of_a_group_is_on_the_day_it_was_spent(lane):
+    found = lane.get("/pipelines/groups", by="day")
+    assert [group["key"] for group in found["items"]] == sorted((g["key"] for g in found["items"]), reverse=True)
+    assert len(found["items"]) in (4, 5)
+    assert all(group["device_hours"] <= 48 + 1e-6 for group in found["items"]), "two devices"
+    one = lane.get("/pipelines/groups", by="project", project="team-1")
+    assert [group["key"] for group in one["items"]] == ["team-1"]
+    assert one["other_hours"] > one["total"]["device_hours"]
+
+
+def test_a_resumed_runs_times_of_day_have_its_down_time(tmp_path, dashboard):
+    script = LogScript()
+    script.submit(0.0, "first")
+    script.note(10.0, "resumed", pipelines=["first"], retried=[], utc="2026-11-29T14:00:00+00:00")
+    script.submit(25.0, "second")
+    shown = dashboard(script.write(tmp_path / "demo"))
+    assert [row["submitted_at"] for row in shown.get("/pipelines")["items"]][1] == "2026-11-29T14:00:15Z"
+    clock = shown.get("/lanes/demo")["clock"]
+    assert [mark["at_s"] for mark in clock] == [0.0, 10.0]
+    assert clock[1]["utc"] == "2026-11-29T14:00:00Z"
 
 
 def test_a_log_is_read_from_any_byte_in_whole_lines(pages):

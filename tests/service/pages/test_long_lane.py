@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 
 import pytest
 from tests.log_script import long_lane
@@ -104,3 +105,77 @@ def test_every_page_opens(long, enter, path):
     page = enter(long, path)
     page.wait_for_selector("main h1")
     assert page.locator(".banner:not(.soft)").count() <= 1
+
+
+def test_filters_and_columns_are_in_the_address_and_survive_a_reload(long, enter):
+    page = enter(long, "/pipelines")
+    page.wait_for_selector("tbody tr:has-text('job-0999')")
+    assert page.locator("tbody tr").count() == 100
+    page.select_option("select[aria-label=project]", "team-1")
+    page.select_option("select[aria-label=state]", "failed")
+    page.wait_for_selector("text=25 of 1,000")
+    page.click("summary:text-is('Columns')")
+    page.uncheck("label:has-text('tokens') input")
+    page.check("label:has-text('ended') input")
+    page.click("th >> text=ended")
+    page.wait_for_selector("th[aria-sort=ascending]:has-text('ended')")
+    shown = page.locator("tbody .name").all_inner_texts()
+    assert shown == [
+        row["name"] for row in long.get("/pipelines", project="team-1", status="failed", sort="ended_s")["items"]
+    ]
+    page.reload()
+    page.wait_for_selector("th[aria-sort=ascending]:has-text('ended')")
+    heads = page.locator("thead th").all_inner_texts()
+    assert "tokens" not in heads
+    assert page.locator("tbody .name").all_inner_texts() == shown
+    assert page.input_value("select[aria-label=project]") == "team-1"
+
+
+def test_a_filter_that_nothing_meets_is_named_and_can_be_cleared(long, enter):
+    page = enter(long, "/pipelines?user=user-99&since=2020-01-01")
+    page.wait_for_selector("text=No pipeline matches user user-99, submitted from 2020-01-01.")
+    page.click(".empty button")
+    page.wait_for_selector("tbody tr:has-text('job-0999')")
+    assert "user" not in page.url
+
+
+def test_groups_of_a_thousand_pipelines_are_sums_of_the_server(long, enter):
+    page = enter(long, "/pipelines")
+    page.wait_for_selector("tbody tr")
+    asked: list[str] = []
+    page.on("response", lambda answer: asked.append(answer.url))
+    page.select_option("select[aria-label=groups]", "project")
+    page.wait_for_selector("tfoot td:text-is('1,000')")
+    assert page.locator("tbody tr").count() == 5
+    assert not [url for url in asked if "limit=100" in url]
+    page.click("tbody a:text-is('team-2')")
+    page.wait_for_selector("text=200 of 1,000")
+
+
+def test_the_axis_has_one_unit_and_the_time_of_day(long, enter):
+    page = enter(long, "/timeline?t0=86400&t1=88200", timezone_id="UTC")
+    page.wait_for_selector("canvas[data-axis*=min]")
+    marks = [mark.split(" ", 2) for mark in page.get_attribute("canvas", "data-axis").split("|")]
+    assert {unit for _, unit, _ in marks} == {"min"}
+    begun = datetime.fromisoformat(long.get("/lanes/long")["created"])
+    for minutes, _, words in marks:
+        assert words.endswith(f"{begun + timedelta(minutes=int(minutes)):%H:%M}")
+
+
+def test_events_have_the_time_of_day_beside_the_runs_time(long, enter):
+    page = enter(long, "/fleet", timezone_id="UTC")
+    newest = long.get("/lanes/long/events", limit=1, migrations=False)["items"][0]
+    at = datetime.fromisoformat(long.get("/lanes/long")["created"]) + timedelta(seconds=newest["time_s"])
+    row = page.locator("table[aria-label='what happened'] tbody tr").first
+    assert row.locator("td").first.inner_text() == f"{at:%b} {at.day} {at:%H:%M:%S} · 9 d 23 h"
+
+
+def test_where_the_time_went_is_summed_by_project_and_day(long, enter):
+    page = enter(long, "/fleet")
+    page.select_option("select[aria-label='where the time went, by']", "project")
+    page.wait_for_selector("table[aria-label='sums by project'] tfoot td:text-is('1,000')")
+    page.select_option("select[aria-label='where the time went, by']", "day")
+    page.wait_for_selector("table[aria-label='sums by day'] tbody tr")
+    assert "by=day" in page.url
+    page.click("table[aria-label='sums by day'] tbody a >> nth=1")
+    page.wait_for_selector("text=of 1,000")

@@ -85,6 +85,7 @@ from rlmux.report.timeline.records import (
     removed_text,
     try_text,
 )
+from rlmux.report.timeline.run_clock import RunClock
 
 _FINISHED = Ending.FINISHED
 _PUBLISH = Stage.PUBLISH
@@ -128,6 +129,7 @@ class History:
         self.standstills: list[Standstill] = []
         self.adapter_rooms: dict[tuple[str, Phase, str], AdapterRoomNote] = {}
         """Last note by device, phase and base (`Pipeline.base_of`)."""
+        self.clock = RunClock(header.get("created"))
         self.down: list[tuple[float, float]] = []
         """Stretches (begin, end) from the last row of a process to the first row of the one that resumed its run."""
         self.ready_s: list[float] = [math.inf]
@@ -508,6 +510,7 @@ class History:
             case AlertsNote():
                 self.alert_rules[note.pipeline] = {rule: dict(changes) for rule, changes in note.rules.items()}
             case ResumedNote():
+                self.clock.resume(time_s, note.utc)
                 self._on_resumed(time_s)
             case HardwareNote():
                 self.hardware.append(HardwareReading(time_s, note))

@@ -12,29 +12,59 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from fastapi import Query
 
 from rlmux.service.dashboard.auth.access import SERVER
 from rlmux.service.dashboard.handlers import Reads
+from rlmux.service.dashboard.parameters import Caller, Filters
 from rlmux.service.dashboard.router import Address, get
-from rlmux.service.dashboard.schemas.run_schemas import Cost, Sums
+from rlmux.service.dashboard.schemas.run_schemas import Cost, Group, GroupList, Sums
 from rlmux.service.index.columns import Array
+from rlmux.service.index.groups import DAY, GroupSums
+from rlmux.service.index.selection import FILTERS
 from rlmux.service.index.store import IndexReader
 from rlmux.service.index.tiles import LEVELS
 
 MOST_BUCKETS = 480
+MOST_GROUPS = 200
+_KEYS = (*FILTERS, DAY)
+GroupBy = Annotated[str, Query(pattern=f"^({'|'.join(_KEYS)})$", description=", ".join(_KEYS))]
 
 
 class CostReads:
-    """The handler."""
+    """The handlers."""
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
 
     def addresses(self) -> tuple[Address, ...]:
-        return (get("/lanes/{lane}/cost", self.cost, "What the lane cost over time, and would have cost"),)
+        return (
+            get("/lanes/{lane}/cost", self.cost, "What the lane cost over time, and would have cost"),
+            get("/pipelines/groups", self.groups, "Sums of groups of pipelines: figures, device time, dollars"),
+        )
+
+    def groups(self, caller: Caller, filters: Filters, by: GroupBy = "project") -> GroupList:
+        """Sums over all pipelines that match, of what the caller may see."""
+        selection, sums, seqs, is_priced = filters.selection(), GroupSums(by), [], False
+        for lane, reader in self._reads.readers(filters.lane, caller.principal):
+            matching, _ = selection.select(self._reads.rows_of(lane, reader))
+            nodes, has_prices = _nodes(reader)
+            prices = np.array([nodes[node][0] if has_prices else 0.0 for node in _nodes_of_devices(reader)])
+            sums.add(matching, reader, prices)
+            seqs.append(reader.seq)
+            is_priced = is_priced or has_prices
+        items = [Group(**its.to_json(key, is_priced=is_priced)) for key, its in sums.items()]
+        return GroupList(
+            by=by,
+            items=items[:MOST_GROUPS],
+            total=Group(**sums.total.to_json("", is_priced=is_priced)),
+            num_more=max(0, len(items) - MOST_GROUPS),
+            other_hours=float(sums.others.seconds.sum()) / 3600.0,
+            as_of_seq=seqs[0] if len(seqs) == 1 else None,
+        )
 
     def cost(self, lane: str) -> Cost:
         """All pipelines count, since none is named.

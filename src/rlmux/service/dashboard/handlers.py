@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,9 +28,10 @@ from rlmux.runtime.weights.checkpoints import CheckpointStore
 from rlmux.service.dashboard.auth.access import ANONYMOUS, SERVER, Principal
 from rlmux.service.dashboard.auth.visibility import Sight
 from rlmux.service.dashboard.labels import NONE, labels_of
-from rlmux.service.dashboard.parameters import Caller, CallerContext, Cursor, Limit, Line, Words, words_of
+from rlmux.service.dashboard.parameters import Caller, CallerContext, Cursor, Filters, Limit, Line, Words, words_of
 from rlmux.service.dashboard.schemas import run_schemas
 from rlmux.service.index.lanes import Root, log_signature
+from rlmux.service.index.selection import SORTS, in_order, most_frequent
 from rlmux.service.index.store import IndexReader
 from rlmux.service.problems import ProblemError
 
@@ -39,9 +40,8 @@ MAX_LOG_BYTES = 256 << 10
 """Largest part of a log in one response, in bytes."""
 MAX_SEARCHED_BYTES = 16 << 20
 """Largest part of a log that one request searches, in bytes."""
-_SORTS = ("name", "status", "step", "reward_last", "step_slowdown", "submitted_s", "ended_s")
-_SORTS_HELP = f"{', '.join(_SORTS)}; with '-' in front, the largest first; active: what runs, then the newest"
-Sort = Annotated[str, Query(pattern=f"^(-?({'|'.join(_SORTS)})|active)$", description=_SORTS_HELP)]
+_SORTS_HELP = f"{', '.join(SORTS)}; with '-' in front, the largest first; active: what runs, then the newest"
+Sort = Annotated[str, Query(pattern=f"^(-?({'|'.join(SORTS)})|active)$", description=_SORTS_HELP)]
 SHOWN_ONLY = "one that you are shown"
 """Accepted values in the error for a hidden pipeline, the same as for an unknown one."""
 _ADVICE = "Look at the lane's NAME.log and its controller's process; a stopped one goes on with kill -CONT."
@@ -259,41 +259,50 @@ class Reads:
     def pipelines(
         self,
         caller: Caller,
-        lane: Line = None,
-        status: Words = "",
-        name: Line = None,
+        filters: Filters,
         sort: Sort = "",
         removed: bool = False,
         limit: Limit = 100,
         cursor: Cursor = 0,
+        facets: bool = False,
     ) -> run_schemas.Pipelines:
-        """`removed`: those whose files are all removed too."""
-        names = self.names() if lane is None else [lane]
-        rows: list[dict[str, Any]] = []
-        as_of = {}
-        for run in names:
+        """`removed`: those whose files are all removed too. `facets`: with the values of each filter, and counts."""
+        selection, rows, seqs = filters.selection(), [], []
+        for lane, reader in self.readers(filters.lane, caller.principal):
+            seqs.append(reader.seq)
+            rows += self.rows_of(lane, reader)
+        left = rows if removed else [row for row in rows if not is_removed(row.get("removed"))]
+        matching, counts = selection.select(left)
+        end = cursor + limit
+        shown = [run_schemas.Pipeline.model_validate(row) for row in in_order(matching, sort)[cursor:end]]
+        values = {
+            each: [run_schemas.FilterValue(value=value, pipelines=num) for value, num in most_frequent(found)]
+            for each, found in counts.items()
+        }
+        return run_schemas.Pipelines(
+            items=shown,
+            next=str(end) if end < len(matching) else None,
+            total=len(matching),
+            num_removed=len(rows) - len(left),
+            as_of_seq=seqs[0] if len(seqs) == 1 else None,
+            **({"facets": values} if facets else {}),
+        )
+
+    def readers(self, lane: str | None, principal: Principal | None) -> Iterator[tuple[str, IndexReader]]:
+        """(name, reader) of a lane, or of every lane with an index. Raises ProblemError for a lane without one."""
+        for name in self.names() if lane is None else [lane]:
             try:
-                with self.open(run, caller.principal) as reader:
-                    as_of[run] = reader.seq
-                    found = reader.rows("SELECT json FROM pipeline ORDER BY place")
+                reader = self.open(name, principal)
             except ProblemError:
                 if lane is not None:
                     raise
                 continue
-            rows += self.labelled(run, [text for (text,) in found])
-        statuses = words_of(status)
-        rows = [row for row in rows if (not statuses or row["status"] in statuses) and (name or "") in row["name"]]
-        shown = rows if removed else [row for row in rows if not is_removed(row.get("removed"))]
-        num_removed = len(rows) - len(shown)
-        rows = _sorted(shown, sort)
-        end = cursor + limit
-        return run_schemas.Pipelines(
-            items=[run_schemas.Pipeline.model_validate(row) for row in rows[cursor:end]],
-            next=str(end) if end < len(rows) else None,
-            total=len(rows),
-            num_removed=num_removed,
-            as_of_seq=as_of.get(names[0]) if len(names) == 1 else None,
-        )
+            with reader:
+                yield name, reader
+
+    def rows_of(self, lane: str, reader: IndexReader) -> list[dict[str, Any]]:
+        """Every row of a lane, in log order."""
+        return self.labelled(lane, [text for (text,) in reader.rows("SELECT json FROM pipeline ORDER BY place")])
 
     def labelled(self, lane: str, texts: Sequence[str]) -> list[dict[str, Any]]:
         """Rows of the index as the lists and the stream have them: with their lane and labels."""
@@ -433,18 +442,6 @@ class Reads:
 def _sight(principal: Principal | None, whole: IndexReader) -> Sight:
     rows = whole.rows("SELECT json FROM pipeline ORDER BY place")
     return Sight(principal or ANONYMOUS, (json.loads(text) for (text,) in rows))
-
-
-def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
-    """Rows sorted by a key, rows without it last; in log order without a key. `active`: what runs, then the newest."""
-    if not sort:
-        return rows
-    if sort == "active":
-        return sorted(rows, key=lambda row: (row["status"] != "running", -(row["submitted_s"] or 0.0)))
-    key, is_turned = sort.removeprefix("-"), sort.startswith("-")
-    known = [row for row in rows if row.get(key) is not None]
-    known.sort(key=lambda row: row[key], reverse=is_turned)
-    return known + [row for row in rows if row.get(key) is None]
 
 
 def curve(x: Sequence[float], y: Sequence[float | None], points: int | None) -> run_schemas.Curve:

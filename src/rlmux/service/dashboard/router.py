@@ -40,7 +40,7 @@ from rlmux.service.dashboard.auth.access import Access, Principal
 from rlmux.service.dashboard.auth.audit import Audit
 from rlmux.service.dashboard.parameters import CallerContext
 from rlmux.service.index.store import dumps
-from rlmux.service.problems import PROBLEMS, ProblemError, invalid, of_storage, unwritten
+from rlmux.service.problems import PROBLEMS, ProblemError, invalid, of_storage, query_params, unwritten
 
 PREFIX = "/api/v1"
 JSON = "application/json"
@@ -334,12 +334,13 @@ def _check_origin(request: Request, media_type: str, *, is_bearer: bool) -> None
 
 def _check_query(route: APIRoute, request: Request) -> None:
     """Raises ProblemError for unknown and repeated parameters, which FastAPI ignores."""
-    known = {param.alias for param in route.dependant.query_params}
-    lists = {param.alias for param in route.dependant.query_params if get_origin(param.field_info.annotation) is list}
+    params = query_params(route.dependant)
+    known = {param.alias for param in params}
+    lists = {param.alias for param in params if get_origin(param.field_info.annotation) is list}
     found = set()
     for name in (name for name, _ in request.query_params.multi_items()):
         if name not in known:
-            accepted = ", ".join(param.alias for param in route.dependant.query_params) or "none"
+            accepted = ", ".join(param.alias for param in params) or "none"
             raise ProblemError(400, f"no parameter {name!r}", where=f"?{name}", accepted=accepted)
         if name in found and name not in lists:
             raise ProblemError(400, f"{name!r} is given twice", where=f"?{name}", accepted="one value")

@@ -39,6 +39,7 @@ def lane_row(follower: Follower, look: Look, pipelines: Mapping[str, Mapping[str
     )
     return {
         **{key: history.header.get(key) for key in ("policy", "backend", "run_id", "created", "rlmux_version")},
+        "clock": history.clock.to_json(),
         "start_s": look.start_s,
         "now_s": look.end_s,
         "is_over": history.is_over,
@@ -183,7 +184,11 @@ def pipeline_rows(
                 waits.setdefault(name[2], []).append((name, seconds))
     return {
         str(name): (
-            _row(shown[name], record, steps.get(name, ()), follower.steps.tokens(name)),
+            {
+                **_row(shown[name], record, steps.get(name, ()), follower.steps.tokens(name)),
+                "task": str(configs.get(str(name), {}).get("task.name") or ""),
+                "submitted_at": history.clock.utc(record.submitted_s),
+            },
             {
                 "plan_sha256": plans.get(str(name)),
                 "config": configs.get(str(name), {}),

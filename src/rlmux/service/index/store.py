@@ -30,7 +30,7 @@ from rlmux.log.segments import query_only
 from rlmux.service.index.columns import INTERVAL, Array, Places
 from rlmux.service.index.tiles import LEVELS, Planes, planes, without_overlaps
 
-INDEX_VERSION = 15
+INDEX_VERSION = 16
 FIRST_LEVEL = 2
 """Lowest level that is kept; a bucket below it is narrow enough to be made from its intervals."""
 TILE_BUCKETS = 16

@@ -3,7 +3,7 @@
 //   useData("/lanes/demo", ["lane:demo"])   reads at once, and again when the stream says that one of these changed;
 //                                           a hidden tab reads when it is shown
 import type { Page } from "./kinds";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { listen } from "./live";
 import { go } from "./place";
 
@@ -115,5 +115,6 @@ export function useFurther<T>(path: string, first: Page<T> | null, filters: stri
     const page = await get<Page<T>>(`${path}?${filters}&cursor=${encodeURIComponent(next ?? "")}`);
     setFurther({ items: [...(further?.items ?? []), ...page.items], next: page.next });
   };
-  return { rows: [...(first?.items ?? []), ...(further?.items ?? [])], more: next === null ? null : more };
+  const rows = useMemo(() => [...(first?.items ?? []), ...(further?.items ?? [])], [first, further]);
+  return { rows, more: next === null ? null : more };
 }

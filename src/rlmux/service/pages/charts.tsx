@@ -3,7 +3,9 @@ import type { ComponentChildren } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
+import { type Marks, bothTimes, tickInDay, ticksOf } from "./clock";
 import { onTheme, themeColours } from "./colours";
+import { useShown } from "./lane";
 import { figure, metricName } from "./words";
 
 type Values = (number | null)[];
@@ -55,8 +57,9 @@ function usePlot(make: (host: HTMLElement) => uPlot, needs: readonly unknown[]) 
 }
 
 export function Chart(props: Props) {
+  const marks = useShown().lane.clock;
   const reading = useRef<HTMLSpanElement>(null);
-  const box = usePlot((host) => draw(host, props, reading.current), [props.curve, props.smoothing, props.colour, props.unit]);
+  const box = usePlot((host) => draw(host, { ...props, marks }, reading.current), [props.curve, JSON.stringify(marks), props.smoothing, props.colour, props.unit]);
   return (
     <section class="chart">
       <h3>
@@ -67,7 +70,30 @@ export function Chart(props: Props) {
   );
 }
 
-function draw(host: HTMLElement, { curve, colour, unit, smoothing, cursor }: Props, reading: HTMLElement | null): uPlot {
+/** An axis of run seconds in one unit, with the time of day below each mark. */
+function timeAxis(axis: uPlot.Axis, marks: Marks): uPlot.Axis {
+  const ticksIn = (plot: uPlot, low: number, high: number) => ticksOf(high - low || 1, plot.width / 110);
+  return {
+    ...axis,
+    size: marks.length ? 38 : 24,
+    splits: (plot, _, low, high) => {
+      const { step_s } = ticksIn(plot, low, high);
+      const first = Math.ceil(low / step_s);
+      return Array.from({ length: Math.floor(high / step_s) - first + 1 }, (_, index) => (first + index) * step_s);
+    },
+    values: (plot, ticks) => {
+      const { label, step_s } = ticksIn(plot, plot.scales.x?.min ?? 0, plot.scales.x?.max ?? 1);
+      let day = "";
+      return ticks.map((at_s) => {
+        const words = tickInDay(marks, at_s, step_s, day);
+        day = words.day;
+        return words.text ? `${label(at_s)}\n${words.text}` : label(at_s);
+      });
+    },
+  };
+}
+
+function draw(host: HTMLElement, { curve, colour, unit, smoothing, cursor, marks }: Props & { marks: Marks }, reading: HTMLElement | null): uPlot {
   const theme = themeColours();
   const stroke = theme.pipelines[colour] ?? theme.ink;
   const axis = { stroke: theme.muted, grid: { stroke: theme.line, width: 1 }, ticks: { show: false }, font: "11px system-ui,sans-serif" };
@@ -90,7 +116,7 @@ function draw(host: HTMLElement, { curve, colour, unit, smoothing, cursor }: Pro
       scales: { x: { time: false }, y: { range: rangeOf } },
       series,
       ...(hasBand && { bands: [{ series: [first, first + 1] as [number, number], fill: `color-mix(in srgb, ${stroke} 22%, transparent)` }] }),
-      axes: [{ ...axis, size: 24, ...(unit === "step" && { incrs: WHOLE }), values: (_, ticks) => ticks.map((tick) => (unit === "step" ? String(tick) : `${tick} s`)) }, { ...axis, size: 54, values: (_, ticks) => ticks.map(figure) }],
+      axes: [unit === "step" ? { ...axis, size: 24, incrs: WHOLE, values: (_, ticks) => ticks.map(String) } : timeAxis(axis, marks), { ...axis, size: 54, values: (_, ticks) => ticks.map(figure) }],
       hooks: {
         setCursor: [
           (plot) => {
@@ -98,7 +124,7 @@ function draw(host: HTMLElement, { curve, colour, unit, smoothing, cursor }: Pro
             const at = plot.cursor.idx;
             const value = at == null ? curve.y.findLast((each) => each !== null) : curve.y[at];
             const x = at == null ? null : curve.x[at];
-            reading.textContent = (x == null ? "" : `${unit === "step" ? `step ${x}` : `${x.toFixed(1)} s`}: `) + figure(value);
+            reading.textContent = (x == null ? "" : `${unit === "step" ? `step ${x}` : bothTimes(marks, x)}: `) + figure(value);
           },
         ],
       },
@@ -223,8 +249,9 @@ export interface Line {
 }
 
 /** Lines over time, told apart by their dashes as much as by their colours; the words beside say what each is. */
-export function Lines({ label, x, lines, moment, value }: { label: string; x: Values; lines: readonly Line[]; moment: (at_s: number) => string; value: (value: number | null | undefined) => string }) {
+export function Lines({ label, x, lines, value }: { label: string; x: Values; lines: readonly Line[]; value: (value: number | null | undefined) => string }) {
   const reading = useRef<HTMLSpanElement>(null);
+  const marks = useShown().lane.clock;
   const say = (at: number | null | undefined) => lines.map((line) => `${line.name} ${value(line.values[at ?? line.values.length - 1])}`).join(" · ");
   const box = usePlot(
     (host) => {
@@ -248,12 +275,12 @@ export function Lines({ label, x, lines, moment, value }: { label: string; x: Va
               ...(line.isMain && { fill: `color-mix(in srgb, ${strokeOf(line)} 14%, transparent)` }),
             })),
           ],
-          axes: [{ ...axis, size: 24, values: (_, ticks) => ticks.map(moment) }, { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => value(tick)) }],
+          axes: [timeAxis(axis, marks), { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => value(tick)) }],
           hooks: {
             setCursor: [
               (plot) => {
                 const at = plot.cursor.idx;
-                if (reading.current) reading.current.textContent = (at == null ? "at the end: " : `${moment(x[at] ?? 0)}: `) + say(at);
+                if (reading.current) reading.current.textContent = (at == null ? "at the end: " : `${bothTimes(marks, x[at] ?? 0)}: `) + say(at);
               },
             ],
           },
@@ -262,7 +289,7 @@ export function Lines({ label, x, lines, moment, value }: { label: string; x: Va
         host,
       );
     },
-    [x, ...lines.map((line) => line.values)],
+    [x, JSON.stringify(marks), ...lines.map((line) => line.values)],
   );
   return (
     <section class="chart lines" aria-label={label}>

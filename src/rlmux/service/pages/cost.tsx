@@ -4,7 +4,7 @@ import { Lines } from "./charts";
 import { Trouble } from "./frame";
 import { of, useShown } from "./lane";
 import type { Cost } from "./shapes";
-import { figure, moment, percent } from "./words";
+import { figure, percent } from "./words";
 
 export function CostOverTime() {
   const { lane } = useShown();
@@ -36,7 +36,6 @@ export function CostOverTime() {
           { name: "alone", values: alone, dash: [7, 4] },
           { name: "computing", values: computing, dash: [2, 3] },
         ]}
-        moment={(at_s) => moment(at_s, x.at(-1) ?? 0)}
         value={rate}
       />
     </>

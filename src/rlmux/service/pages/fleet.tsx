@@ -4,19 +4,22 @@ import { post, useData } from "./api";
 import { paintOf } from "./colours";
 import { CostOverTime } from "./cost";
 import { Trouble } from "./frame";
+import { GroupSums } from "./groups";
 import { colourOf, of, useShown } from "./lane";
 import { announce } from "./live";
-import { Dot, PipelineName, Spark, Tiles } from "./parts";
-import { address } from "./place";
+import { Dot, PipelineName, Spark, Tiles, When } from "./parts";
+import { address, amend, usePlace } from "./place";
 import { KINDS, type Kind, type Page } from "./kinds";
 import type { Alert, Charge, Device, Happening, Hardware, Lane, Pipeline } from "./shapes";
-import { count, moment, percent, reward, seconds, size, stageName, times } from "./words";
+import { Table, type Column } from "./table";
+import { count, percent, reward, seconds, size, stageName, times } from "./words";
 
 const MANY_DEVICES = 200;
 
 export function Fleet() {
   const { lane } = useShown();
   const name = of(lane.name);
+  const by = usePlace().query.get("by") ?? "";
   const devices = useData<Page<Device>>(`/lanes/${name}/devices`, [`devices:${lane.name}`, `lane:${lane.name}`]);
   const rows = useData<Page<Pipeline>>(`/pipelines?lane=${name}&sort=active&limit=100`, [`pipeline:${lane.name}`]);
   const failed = useData<Page<Pipeline>>(`/pipelines?lane=${name}&status=failed,refused&sort=-ended_s&limit=${MOST_LISTED}`, [`pipeline:${lane.name}`]);
@@ -36,7 +39,15 @@ export function Fleet() {
       <h2>
         Where the time of all devices went <small>{seconds(lane.makespan_s)}{lane.state === "over" ? "" : " so far"}, {lane.num_devices} devices</small>
       </h2>
-      <Charges charges={lane.charges} />
+      <div class="toolbar">
+        <select aria-label="where the time went, by" value={by} onChange={(event) => amend({ by: event.currentTarget.value || null })}>
+          <option value="">by pipeline</option>
+          {["project", "user", "label", "day"].map((each) => (
+            <option value={each}>by {each}</option>
+          ))}
+        </select>
+      </div>
+      {by ? <GroupSums by={by} filters={`lane=${name}`} /> : <Charges charges={lane.charges} />}
       <CostOverTime />
       <h2>Devices</h2>
       {devices.value && <Devices devices={devices.value.items} isOver={!lane.is_going_on} />}
@@ -384,6 +395,14 @@ function Brief({ rows }: { rows: Pipeline[] }) {
   );
 }
 
+const HAPPENED: readonly Column<Happening>[] = [
+  { id: "at", title: "at", value: (event) => event.time_s, cell: (event) => <When at_s={event.time_s} /> },
+  { id: "pipeline", title: "pipeline", kind: "name", value: (event) => event.pipeline, cell: (event) => event.pipeline },
+  { id: "event", title: "event", value: (event) => event.what, cell: (event) => event.what },
+  { id: "text", title: "why", cell: (event) => event.text },
+  { id: "device", title: "device", kind: "muted", value: (event) => event.device, cell: (event) => event.device },
+];
+
 function Happenings({ lane }: { lane: Lane }) {
   const events = useData<Page<Happening>>(`/lanes/${of(lane.name)}/events?limit=12&migrations=false`, [`lane:${lane.name}`]);
   if (!events.value?.items.length) return null;
@@ -392,19 +411,7 @@ function Happenings({ lane }: { lane: Lane }) {
       <h2>
         What happened <small>newest first{lane.num_migrations ? `, without ${count(lane.num_migrations)} migrations` : ""}</small>
       </h2>
-      <table>
-        <tbody>
-          {events.value.items.map((event) => (
-            <tr>
-              <td class="number">{moment(event.time_s, 100)}</td>
-              <td class="name">{event.pipeline}</td>
-              <td>{event.what}</td>
-              <td>{event.text}</td>
-              <td class="muted">{event.device}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      <Table name="events" label="what happened" columns={HAPPENED} rows={events.value.items} idOf={(event, index) => `${event.time_s} ${index}`} />
     </>
   );
 }

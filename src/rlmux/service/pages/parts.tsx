@@ -1,9 +1,10 @@
 // Small pieces that several pages draw: a pipeline's name with its colour, figures in a row, a sparkline, a stacked bar.
 import type { ComponentChildren } from "preact";
+import { timeOfDay } from "./clock";
 import { LEGEND, type Paint } from "./colours";
 import { colourOf, of, useShown } from "./lane";
 import { address } from "./place";
-import { count, percent, seconds } from "./words";
+import { NONE, count, percent, seconds } from "./words";
 
 export function PipelineName({ name }: { name: string }) {
   const { lane, pipelines } = useShown();
@@ -20,6 +21,19 @@ export function PipelineName({ name }: { name: string }) {
       <Dot name={name} pipelines={pipelines} />
       {name}
     </a>
+  );
+}
+
+/** A second of the run: its time of day, then the time since the run began. */
+export function When({ at_s }: { at_s: number | null | undefined }) {
+  const { lane } = useShown();
+  if (at_s == null) return <>{NONE}</>;
+  const day = timeOfDay(lane.clock, at_s);
+  return (
+    <span class="nowrap">
+      {day}
+      {day ? <span class="muted"> · {seconds(at_s)}</span> : seconds(at_s)}
+    </span>
   );
 }
 

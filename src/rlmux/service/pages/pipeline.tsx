@@ -9,7 +9,7 @@ import { Trouble } from "./frame";
 import { useKeys } from "./keys";
 import { colourOf, of, useShown } from "./lane";
 import { Log } from "./log";
-import { Dot, Labels, Tiles } from "./parts";
+import { Dot, Labels, Tiles, When } from "./parts";
 import { address, amend, go, usePlace } from "./place";
 import type { Page } from "./kinds";
 import type { Detail, File, Metrics, Step, Tries } from "./shapes";
@@ -20,7 +20,7 @@ import { draft } from "./draft";
 import { promiseTitle, promiseWord } from "./promises";
 import { Causes } from "./causes";
 import { Weights } from "./weights";
-import { count, firstMetrics, moment, percent, removedInWords, reward, seconds, stageName, times, tryInWords } from "./words";
+import { count, firstMetrics, percent, removedInWords, reward, seconds, stageName, times, tryInWords } from "./words";
 
 const TABS = [
   ["curves", "Curves"],
@@ -127,7 +127,7 @@ function TriesOf({ tries }: { tries: Tries }) {
       <ol>
         {tries.failures.map((failure) => (
           <li>
-            {moment(failure.at_s, 1)}: {failure.reason || "a failure"} <span class="muted">({failure.cause.replaceAll("_", " ")})</span>
+            <When at_s={failure.at_s} />: {failure.reason || "a failure"} <span class="muted">({failure.cause.replaceAll("_", " ")})</span>
           </li>
         ))}
       </ol>
@@ -363,7 +363,7 @@ function Steps({ path, lane }: { path: string; lane: string }) {
             <tr key={step.step}>
               <td class="number">{step.step}</td>
               <td class="number">
-                <a href={address("/timeline", { t0: String(Math.max(0, step.end_s - step.seconds)), t1: String(step.end_s) })}>{moment(step.end_s, 100)}</a>
+                <a href={address("/timeline", { t0: String(Math.max(0, step.end_s - step.seconds)), t1: String(step.end_s) })}><When at_s={step.end_s} /></a>
               </td>
               <td class="number">{seconds(step.seconds)}</td>
               <td class="number">{times(step.slowdown)}</td>

@@ -11,9 +11,11 @@ import { of, useShown } from "./lane";
 import { announce } from "./live";
 import { PipelineName } from "./parts";
 import { address, go } from "./place";
+import { clockTime } from "./clock";
 import type { Page } from "./kinds";
 import type { Queue, Submitted, Waiting } from "./shapes";
 import { WouldStart, tokenInWords } from "./waits";
+import { Table, type Column } from "./table";
 import { count, seconds } from "./words";
 
 const AGAIN_MS = 5000;
@@ -139,6 +141,24 @@ function Row({ lane, waiting, isChosen, choose, now_s, acts }: { lane: string; w
   );
 }
 
+const SUBMITTED: readonly Column<Submitted>[] = [
+  { id: "when", title: "when", kind: "nowrap", value: (one) => one.created, tip: (one) => one.created, cell: (one) => clockTime(new Date(one.created)) },
+  { id: "file", title: "file", value: (one) => one.source, cell: (one) => one.source },
+  { id: "pipelines", title: "pipelines", value: (one) => one.pipelines.length, cell: (one) => one.pipelines.map((each) => each.pipeline).join(", ") },
+  {
+    id: "state",
+    title: "state",
+    value: (one) => one.state,
+    paint: (one) => `state ${one.state}`,
+    cell: (one) => (
+      <>
+        {one.state}
+        {one.reason && <div class="why">{one.reason}</div>}
+      </>
+    ),
+  },
+];
+
 /** What was submitted to the lane, newest first. */
 function Lately({ lane }: { lane: string }) {
   const all = useData<Page<Submitted>>("/submissions?limit=50", [`queue:${lane}`, `pipeline:${lane}`]);
@@ -147,31 +167,7 @@ function Lately({ lane }: { lane: string }) {
   return (
     <>
       <h2>Submitted lately</h2>
-      <div class="scroll">
-        <table class="lately">
-          <thead>
-            <tr>
-              <th>when</th>
-              <th>file</th>
-              <th>pipelines</th>
-              <th>state</th>
-            </tr>
-          </thead>
-          <tbody>
-            {items.map((one) => (
-              <tr>
-                <td title={one.created}>{new Date(one.created).toLocaleTimeString()}</td>
-                <td>{one.source}</td>
-                <td>{one.pipelines.map((each) => each.pipeline).join(", ")}</td>
-                <td class={`state ${one.state}`}>
-                  {one.state}
-                  {one.reason && <div class="why">{one.reason}</div>}
-                </td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table name="lately" label="submitted lately" class="lately" columns={SUBMITTED} rows={items} idOf={(one) => one.id} />
     </>
   );
 }

@@ -42,6 +42,7 @@ function Nothing() {
 }
 
 function View({ timeline }: { timeline: Timeline }) {
+  const { lane } = useShown();
   const { query } = usePlace();
   const filter = query.get("q") ?? "";
   const isByProject = query.get("rows") === "project";
@@ -75,6 +76,7 @@ function View({ timeline }: { timeline: Timeline }) {
       for (const stop of stops) stop();
     };
   }, []);
+  useEffect(() => board?.setClock(lane.clock), [board, JSON.stringify(lane.clock)]);
   useEffect(() => board?.setFilter(filter), [board, filter]);
   useEffect(() => board?.setGrouping(isByProject), [board, isByProject]);
   useEffect(() => {

@@ -144,6 +144,12 @@ class Pool(Shape):
     usd_per_node_hour: float | None
 
 
+class ClockMark(Shape):
+    at_s: float
+    utc: str | None
+    """ISO time; null for a resume whose time of day is not known."""
+
+
 class NewLane(Shape):
     """A lane without an index."""
 
@@ -174,6 +180,8 @@ class Lane(Shape):
     run_id: str | None
     created: str | None
     rlmux_version: str | None
+    clock: list[ClockMark]
+    """Time of day at the beginning, and where a process resumed the run; empty where it is not known."""
     start_s: float
     now_s: float
     is_over: bool
@@ -428,12 +436,50 @@ class Pipeline(Shape):
     step_s_mean: float | None
     eta_s: float | None
     labels: list[str]
+    task: str
+    """Name of its task in the file; empty for a program's."""
+    submitted_at: str | None
+    """UTC time of its submission, in ISO form."""
+
+
+class FilterValue(Shape):
+    value: str
+    """`-`: none."""
+    pipelines: int
 
 
 class Pipelines(Page[Pipeline]):
     total: int
     num_removed: int
     """Pipelines that the list leaves out since all of their files are removed."""
+    facets: dict[str, list[FilterValue]] | None = None
+    """Values by filter, each with the number of pipelines that all other filters let pass."""
+
+
+class Group(Shape):
+    key: str
+    """Value of the group; `-`: none. A day is a UTC date."""
+    pipelines: int
+    running: int
+    steps: int
+    tokens: int
+    device_hours: float
+    """Computing, switches, and waits of devices for it."""
+    busy_hours: float
+    switch_hours: float
+    wait_hours: float
+    usd: float | None
+    """Null where no pool has a price."""
+
+
+class GroupList(Listed[Group]):
+    by: str
+    total: Group
+    """All pipelines that match, each once."""
+    num_more: int
+    """Groups that are left out, those with least device time."""
+    other_hours: float
+    """Device-hours that are put down to no pipeline that matches."""
 
 
 class Wait(Shape):

@@ -7,6 +7,7 @@
 // Rows of pipelines follow the view when it has been still for a moment, and all of it is here.
 import { type Colours, NUM_COLOURS, themeColours } from "../colours";
 import type { Timeline } from "../shapes";
+import { type Marks, tickInDay, ticksOf, timeOfDay } from "../clock";
 import { count, moment } from "../words";
 import { type Pictures, Painter } from "./bitmap";
 import { type Curve, drawCurveAxis, drawCurves } from "./curves";
@@ -14,7 +15,7 @@ import { type Chunk, Feed, type Span } from "./feed";
 import { type Hit, hitInterval, hitTiles } from "./hit";
 import { drawOverview } from "./overview";
 import { hatchOf, paintIntervals } from "./paint";
-import { AXIS, type Filter, GUTTER, type Layout, type Named, OVERVIEW, type Row, Scale, type View, filterOf, layoutOf, tickOf } from "./rows";
+import { AXIS, type Filter, GUTTER, type Layout, type Named, OVERVIEW, type Row, Scale, type View, filterOf, layoutOf } from "./rows";
 
 export interface Listener {
   onSpan(span: Span): void;
@@ -43,6 +44,7 @@ export class Board {
   readonly #canvas: HTMLCanvasElement;
   readonly #listener: Listener;
   #colours: Colours = themeColours();
+  #clock: Marks = [];
   #filter: Filter = filterOf("");
   #isByProject = false;
   #view: View | null = null;
@@ -87,6 +89,11 @@ export class Board {
     this.feed.update(timeline);
     if (causes.length !== timeline.causes.length) this.#pictures = new WeakMap();
     this.#relayout();
+  }
+
+  setClock(marks: Marks): void {
+    this.#clock = marks;
+    this.invalidate();
   }
 
   setFilter(text: string): void {
@@ -335,7 +342,9 @@ export class Board {
 
   #drawAxis(context: CanvasRenderingContext2D): void {
     const { scale, span } = this;
-    const step_s = tickOf(span.t1 - span.t0, this.plotWidth / 90);
+    const { step_s, label } = ticksOf(span.t1 - span.t0, this.plotWidth / 100);
+    let day = "";
+    const words: string[] = [];
     context.font = "11px system-ui,sans-serif";
     context.textBaseline = "middle";
     context.textAlign = "center";
@@ -346,9 +355,15 @@ export class Board {
       context.fillStyle = this.#colours.line;
       context.fillRect(x, AXIS.y + AXIS.height - 3, 1, this.layout.height - AXIS.y - AXIS.height);
       context.fillStyle = this.#colours.muted;
-      if (isWhole) context.fillText(moment(at_s, span.t1 - span.t0), x, AXIS.y + 8);
+      if (!isWhole) continue;
+      context.fillText(label(at_s), x, AXIS.y + 8);
+      const below = tickInDay(this.#clock, at_s, step_s, day);
+      day = below.day;
+      context.fillText(below.text, x, AXIS.y + 22);
+      words.push(`${label(at_s)} ${below.text}`);
     }
     context.textAlign = "left";
+    this.#canvas.dataset.axis = words.join("|"); // for those who cannot see it
   }
 
   #drawNames(context: CanvasRenderingContext2D): void {
@@ -390,7 +405,8 @@ export class Board {
     context.globalAlpha = 0.5;
     context.fillRect(x, AXIS.y, 1, this.layout.height);
     context.globalAlpha = 1;
-    const text = moment(this.scale.at(x), Math.min(10, this.span.t1 - this.span.t0));
+    const at_s = this.scale.at(x);
+    const text = [moment(at_s, Math.min(10, this.span.t1 - this.span.t0)), timeOfDay(this.#clock, at_s)].filter(Boolean).join(" · ");
     context.font = "11px system-ui,sans-serif";
     const width = context.measureText(text).width + 8;
     const left = Math.min(x + 1, this.#width - width);

@@ -1,7 +1,8 @@
 // Mean rewards under the rows, on the same time axis: each pipeline's curve in its colour, steps as they ended, its name at its end.
 import { type Colours, NUM_COLOURS } from "../colours";
 import { figure } from "../words";
-import { type Scale, tickOf } from "./rows";
+import { niceStep } from "../clock";
+import { type Scale } from "./rows";
 
 export interface Curve {
   /** Place in the timeline's list of pipelines. */
@@ -95,7 +96,7 @@ export function drawCurveAxis(context: CanvasRenderingContext2D, curves: readonl
   if (!range) return;
   context.font = FONT;
   context.textAlign = "right";
-  const step = tickOf(range.high - range.low, 4);
+  const step = niceStep((range.high - range.low) / 4);
   for (let tick = Math.ceil(range.low / step); tick * step <= range.high; tick++) {
     const y = Math.round(range.yOf(tick * step));
     context.fillStyle = colours.line;

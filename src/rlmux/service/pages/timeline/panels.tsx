@@ -1,5 +1,6 @@
 // What stands below the board: the reading under the pointer, where a measured window's time went, what happened at a click.
 import { useData } from "../api";
+import { timeOfDay } from "../clock";
 import { paintOf } from "../colours";
 import { Trouble } from "../frame";
 import { colourOf, of, useShown } from "../lane";
@@ -10,15 +11,17 @@ import type { Span } from "./feed";
 import type { Hit } from "./hit";
 
 export function Reading({ hit, at_s }: { hit: Hit | null; at_s: number | null }) {
+  const { clock } = useShown().lane;
+  const when = (value_s: number) => [moment(value_s, 1), timeOfDay(clock, value_s)].filter(Boolean).join(" · ");
   return (
     <div class="reading" role="status">
       {hit ? (
         <>
           {hit.device} · <b>{hit.title}</b>
-          {hit.facts.map(([name, value]) => ` · ${name} ${value}`).join("")} · {seconds(hit.seconds)} from {moment(hit.start_s, 1)}
+          {hit.facts.map(([name, value]) => ` · ${name} ${value}`).join("")} · {seconds(hit.seconds)} from {when(hit.start_s)}
         </>
       ) : (
-        at_s !== null && moment(at_s, 1)
+        at_s !== null && when(at_s)
       )}
     </div>
   );
@@ -26,14 +29,14 @@ export function Reading({ hit, at_s }: { hit: Hit | null; at_s: number | null })
 
 export function MeasureTable({ lane, span }: { lane: string; span: Span }) {
   const measured = useData<Measured>(`/timeline/${of(lane)}/measure?t0=${span.t0}&t1=${span.t1}`);
-  const { pipelines } = useShown();
+  const { pipelines, lane: { clock } } = useShown();
   if (!measured.value) return <Trouble error={measured.error} />;
   const { items, device_s, t0, t1 } = measured.value;
   const lines = items.map((item) => [item.kind, item.pipeline ?? "", item.label, item.seconds.toFixed(3), ((item.share ?? 0) * 100).toFixed(2)].join("\t"));
   const copy = () => void navigator.clipboard.writeText(["kind\tpipeline\tname\tdevice seconds\tpercent", ...lines].join("\n"));
   return (
     <section class="measure">
-      <b>{seconds(t1 - t0)} selected</b> <span class="muted">{moment(t0, 1)} to {moment(t1, 1)}, {seconds(device_s)} of devices</span>{" "}
+      <b>{seconds(t1 - t0)} selected</b> <span class="muted">{moment(t0, 1)} to {moment(t1, 1)}{clock.length > 0 && ` (${timeOfDay(clock, t0)} to ${timeOfDay(clock, t1)})`}, {seconds(device_s)} of devices</span>{" "}
       <button onClick={copy}>Copy</button>
       <table>
         <tbody>

@@ -8,7 +8,8 @@ import type { Span } from "./feed";
 
 export const GUTTER = 138;
 export const OVERVIEW = { y: 6, height: 40 };
-export const AXIS = { y: 50, height: 20 };
+/** Two lines of words: seconds of the run, and time of day. */
+export const AXIS = { y: 50, height: 34 };
 const MAX_ROWS = 16;
 const CURVES_HEIGHT = 132;
 const MORE_HEIGHT = 16;
@@ -155,13 +156,4 @@ export class Scale {
   at(x: number): number {
     return this.span.t0 + (x - this.left) / this.perSecond;
   }
-}
-
-/** Round seconds between marks, so that there are about `most` in a span. */
-export function tickOf(span_s: number, most: number): number {
-  const raw = span_s / Math.max(1, most);
-  const whole = [60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
-  if (raw > 30) return whole.find((each) => each >= raw) ?? 86400 * Math.ceil(raw / 86400);
-  const size = 10 ** Math.floor(Math.log10(raw));
-  return [1, 2, 5, 10].map((factor) => factor * size).find((each) => each >= raw * 0.999) ?? 10 * size;
 }
