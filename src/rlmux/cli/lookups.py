@@ -1,6 +1,7 @@
-"""Displays of a run's queue, alerts, trajectories and step table, from a folder or a server.
+"""Displays of a run's queue, alerts, trajectories and step table, and of device time, from a folder or a server.
 
 queue, alerts, samples, export     one RunTarget answers them all (rlmux/client)
+usage --since                      every run of a folder, or every lane of a server
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ import csv
 import io
 import json
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlmux.cli import tables
+from rlmux.cli import progress, tables
 from rlmux.client.target import is_url, target_of
 from rlmux.client.trackers import TRACKERS, RunOrigin, check_installed, follow_run, tracker_of
 from rlmux.core.errors import UserError
 from rlmux.core.json_text import parse_json
+from rlmux.report.usage import KEYS, NO_VALUE, UsageSums, add_run, runs_in, window_of
 from rlmux.runtime.records import folders
 
 FORMATS = ("jsonl", "csv")
+_MAX_SPENT_ROWS = 30
+_MAX_GAPS = 5
 HF = "hf"
 """Format of weights: a folder that transformers loads."""
 
@@ -250,3 +255,75 @@ def _known(path: Path, to: str) -> Iterator[tuple[str, int]]:
         with path.open("r+b") as file:
             file.truncate(len(whole))
     yield from found
+
+
+def show_spent(place: str, since: str, until: str | None, by: str, *, as_json: bool) -> None:
+    """Print device-hours and dollars by a key, by cause, and the longest idle stretches."""
+    if by not in KEYS:
+        raise UserError(f"--by {by!r}: accepted: {', '.join(KEYS)}")
+    found = (
+        _spent_on_server(place, since, until)
+        if is_url(place)
+        else _spent_in_folders(Path(place), since, until, as_json)
+    )
+    for lane, reason in found["left_out"].items():
+        print(f"rlmux: {lane} is left out: {reason}", file=sys.stderr)
+    if as_json:
+        tables.print_json(found)
+    else:
+        _print_spent(found, by)
+
+
+def _spent_on_server(place: str, since: str, until: str | None) -> dict[str, Any]:
+    from rlmux.client.on_server import OnServer
+
+    with closing(OnServer(place, lambda text: None)) as server:
+        return server.usage_since(since, until)
+
+
+def _spent_in_folders(folder: Path, since: str, until: str | None, is_quiet: bool) -> dict[str, Any]:
+    sums, runs = UsageSums(window_of(since, until, time.time())), runs_in(folder)
+    with progress.bar("runs", is_quiet=is_quiet) as update:
+        for number, (name, path) in enumerate(runs.items(), 1):
+            add_run(sums, name, path)
+            if update is not None:
+                update(number, len(runs))
+    return sums.to_json()
+
+
+def _print_spent(found: Mapping[str, Any], by: str) -> None:
+    total, span = found["total"], f"{found['since']} to {found['until']}"
+    if not total["device_hours"]:
+        print(f"no device time from {span}; to look further back: --since 90d, or a date")
+        return
+    is_priced = total["usd"] > 0.0
+    busy = total["busy_hours"] / total["device_hours"]
+    dollars = f", ${total['usd']:,.2f}" if is_priced else ""
+    print(f"{span}: {total['device_hours']:.4g} device-hours, {busy:.0%} of them computed{dollars}")
+    for key in dict.fromkeys((by, "cause")):
+        _print_spent_rows(found["by"][key], key, total["device_hours"], is_priced=is_priced)
+    gaps = found["idle_gaps"][:_MAX_GAPS]
+    if gaps:
+        print("\nlongest idle stretches")
+        tables.print_rows(
+            [{**gap, "price": f"${gap['usd']:,.2f}" if is_priced else ""} for gap in gaps],
+            "device | lane | begins | hours: hours .4g | because: cause" + (" | dollars: price" if is_priced else ""),
+        )
+
+
+def _print_spent_rows(rows: list[dict[str, Any]], key: str, all_hours: float, *, is_priced: bool) -> None:
+    print()
+    shown = [
+        {
+            key: "(none)" if row[key] == NO_VALUE else row[key],
+            **({"of project": row["of_project"]} if key == "pipeline" else {}),
+            "device-hours": f"{row['device_hours']:.4g}",
+            "of all": f"{row['device_hours'] / all_hours:.1%}",
+            **{kind: f"{row[f'{kind}_hours']:.4g}" for kind in ("busy", "switch", "bubble", "idle") if key != "cause"},
+            **({"dollars": f"{row['usd']:,.2f}"} if is_priced else {}),
+        }
+        for row in rows[:_MAX_SPENT_ROWS]
+    ]
+    tables.print_rows(shown)
+    if len(rows) > _MAX_SPENT_ROWS:
+        print(f"and {len(rows) - _MAX_SPENT_ROWS} more: --json has all")

@@ -163,6 +163,12 @@ class OnServer:
         parsed: dict[str, Any] = self._request("GET", f"/lanes/{self._lane}/usage")
         return parsed
 
+    def usage_since(self, since: str, until: str | None) -> dict[str, Any]:
+        """Where the device time of all lanes went."""
+        params = {"since": since, **({} if until is None else {"until": until})}
+        parsed: dict[str, Any] = self._request("GET", "/usage", params=params)
+        return parsed
+
     def set_shares(self, text: str, source: str) -> dict[str, Any]:
         body = {"text": text, "source": source}
         parsed: dict[str, Any] = self._request("POST", f"/lanes/{self._lane}/shares", json=body)

@@ -5,6 +5,6 @@
 `log` is written before anything takes effect; everything else here only reads it, while the run is on, after
 it, or after a crash.
 
-Reading order: reports, mechanisms, summary, status, samples, slos, alerts, acknowledgements, comparison, weight_sums,
-report_cache.
+Reading order: reports, mechanisms, summary, status, usage, samples, slos, alerts, acknowledgements, comparison,
+weight_sums, report_cache.
 """

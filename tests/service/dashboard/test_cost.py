@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from tests.log_script import AlternatingRun
@@ -11,6 +12,8 @@ from rlmux.log.run_log import LogReader
 from rlmux.report.reports import read_timeline
 from rlmux.report.timeline.build import exposed
 from rlmux.report.timeline.intervals import Kind
+from rlmux.report.timeline.run_clock import unix_of
+from rlmux.report.usage import UsageSums, Window, add_run
 
 USD = 3.0
 
@@ -68,3 +71,24 @@ def test_a_runs_header_has_its_prices(tmp_path):
     RunLog.create(tmp_path / "run", run_header(policy="solo", backend="local", cluster=cluster)).close()
     with LogReader(tmp_path / "run") as log:
         assert log.header["pools"]["train"]["usd_per_node_hour"] == 8 * USD
+
+
+def test_the_service_charges_a_stretch_of_time_as_the_log_does(script, tmp_path, dashboard):
+    folder = script.write(tmp_path / "demo")
+    shown = dashboard(folder).get("/usage", since="2d", until="2100-01-01")
+    sums = UsageSums(Window(unix_of(shown["since"]), unix_of(shown["until"])))
+    add_run(sums, "demo", folder)
+    expected = json.loads(json.dumps(sums.to_json()))
+    for key, rows in expected["by"].items():
+        found = {row[key]: row for row in shown["by"][key]}
+        assert found.keys() == {row[key] for row in rows}, key
+        for row in rows:
+            same = {name: value for name, value in row.items() if isinstance(value, float)}
+            assert {name: found[row[key]][name] for name in same} == pytest.approx(same, abs=1e-9), (key, row[key])
+    assert shown["total"]["usd"] == pytest.approx(USD * shown["total"]["device_hours"])
+
+
+def test_a_stretch_of_time_that_is_none_is_refused_in_a_line(finished_run, dashboard):
+    answer = dashboard(finished_run).client.get("/usage", params={"since": "yesterday"})
+    assert answer.status_code == 400
+    assert answer.json()["where"] == "?since"

@@ -63,6 +63,7 @@ TABLE: Mapping[tuple[str, str], Row] = {
     ("POST", f"{LANE}/remove"): Row(403, 403, body={}),
     ("GET", "/pipelines"): Row(200, 200),
     ("GET", "/pipelines/groups"): Row(200, 200),
+    ("GET", "/usage"): Row(200, 200),
     ("GET", PIPELINE): Row(200, 404),
     ("GET", "/search"): Row(200, 200, query="q=tools"),
     ("GET", "/compare"): Row(200, 404, query="of=cpu/tools&of=cpu/tools"),

@@ -264,15 +264,35 @@ def usage(
     shares: Annotated[
         str | None, typer.Option("--set", metavar="FILE", help="Apply the section shares of this file.")
     ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option("--since", metavar="TIME", help="Device-hours from then on: a period such as 30d, or a date."),
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option("--until", metavar="TIME", help="End of --since; by default now.")
+    ] = None,
+    by: Annotated[
+        str, typer.Option("--by", metavar="KEY", help="Rows: project, user, pipeline, cause, lane or pool.")
+    ] = "project",
     json: Json = False,
 ) -> None:
-    """Show the usage of users and projects against their fair shares.
+    """Show the usage of users and projects against their fair shares; with --since, where device time went.
+
+    With --since, DIR may be a folder with runs and services in it: all lanes and old runs count.
 
     \b
     Example: rlmux usage runs/demo
+             rlmux usage runs --since 30d --by pipeline
     """
-    from rlmux.cli import remote
+    from rlmux.cli import lookups, remote
 
+    if since is not None:
+        if shares is not None:
+            raise UserError("--set: accepted without --since")
+        lookups.show_spent(place, since, until, by, as_json=json)
+        return
+    if until is not None:
+        raise UserError("--until: accepted with --since")
     if shares is not None:
         remote.set_shares(place, shares)
     remote.show_usage(place, as_json=json)

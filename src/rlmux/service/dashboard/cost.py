@@ -11,22 +11,27 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from fastapi import Query
 
+from rlmux.core.errors import UserError
+from rlmux.report.usage import UsageSums, window_of
 from rlmux.service.dashboard.auth.access import SERVER
 from rlmux.service.dashboard.handlers import Reads
 from rlmux.service.dashboard.parameters import Caller, Filters
 from rlmux.service.dashboard.router import Address, get
 from rlmux.service.dashboard.schemas.run_schemas import Cost, Group, GroupList, Sums
+from rlmux.service.dashboard.schemas.usage_schemas import UsageOfTime
 from rlmux.service.index.columns import Array
-from rlmux.service.index.groups import DAY, GroupSums
+from rlmux.service.index.groups import DAY, GroupSums, add_usage
 from rlmux.service.index.selection import FILTERS
 from rlmux.service.index.store import IndexReader
 from rlmux.service.index.tiles import LEVELS
+from rlmux.service.problems import ProblemError
 
 MOST_BUCKETS = 480
 MOST_GROUPS = 200
@@ -43,6 +48,7 @@ class CostReads:
     def addresses(self) -> tuple[Address, ...]:
         return (
             get("/lanes/{lane}/cost", self.cost, "What the lane cost over time, and would have cost"),
+            get("/usage", self.usage, "What a stretch of time took of all lanes' devices: hours and dollars"),
             get("/pipelines/groups", self.groups, "Sums of groups of pipelines: figures, device time, dollars"),
         )
 
@@ -65,6 +71,23 @@ class CostReads:
             other_hours=float(sums.others.seconds.sum()) / 3600.0,
             as_of_seq=seqs[0] if len(seqs) == 1 else None,
         )
+
+    def usage(
+        self,
+        caller: Caller,
+        since: Annotated[str, Query(max_length=64, description="a period such as 30d, a date, or an ISO time")] = "30d",
+        until: Annotated[str | None, Query(max_length=64)] = None,
+    ) -> UsageOfTime:
+        """Of every lane with an index. Pipelines that the caller may not see have no project and no user."""
+        try:
+            sums = UsageSums(window_of(since, until, time.time()))
+        except UserError as error:
+            raise ProblemError(400, str(error), where="?since", accepted="a period such as 30d, or a date") from None
+        for lane, reader in self._reads.readers(None, caller.principal):
+            nodes, has_prices = _nodes(reader)
+            prices = np.array([nodes[node][0] if has_prices else 0.0 for node in _nodes_of_devices(reader)])
+            add_usage(sums, lane, self._reads.rows_of(lane, reader), reader, prices)
+        return UsageOfTime.model_validate(sums.to_json())
 
     def cost(self, lane: str) -> Cost:
         """All pipelines count, since none is named.

@@ -15,7 +15,8 @@ import numpy as np
 
 from rlmux.report.timeline.intervals import Cause, Kind
 from rlmux.report.timeline.run_clock import RunClock, unix_of, utc_text
-from rlmux.service.index.columns import CAUSES, KINDS, NO_PIPELINE, Array
+from rlmux.report.usage import IdleStretch, UsageSums, UsedTime
+from rlmux.service.index.columns import CAUSES, KIND_BY_CAUSE, KINDS, NO_PIPELINE, Array
 from rlmux.service.index.selection import NO_VALUE, Row, values_of
 from rlmux.service.index.store import IndexReader
 from rlmux.service.index.tiles import without_overlaps
@@ -107,6 +108,33 @@ class GroupSums:
         return self._sums.setdefault(key, Sum())
 
 
+def add_usage(sums: UsageSums, lane: str, rows: Sequence[Row], reader: IndexReader, prices: Array) -> None:
+    """Add what a lane used in the sums' window. `rows`: its pipelines. `prices`: dollars per hour of each device."""
+    facts, clock = reader.facts, RunClock.of_json(reader.facts["lane"]["clock"])
+    every = without_overlaps(reader.intervals(float(facts["start_s"]), float(facts["end_s"])))
+    shift = _shift(every["start_s"], clock)
+    since_s = np.maximum(every["start_s"], sums.window.since - shift)
+    seconds = np.minimum(every["end_s"], sums.window.until - shift) - since_s
+    is_in = (seconds > 0.0) & bool(clock.to_json())
+    every, since, seconds = every[is_in], (since_s + shift)[is_in], seconds[is_in]
+    accounts = {row["name"]: (row["project"], row["user"]) for row in rows}
+    names, devices = facts["pipelines"], facts["devices"]
+    keys = np.stack([every["device"], every["pipeline"], every["cause"]], axis=1)
+    cells, where = np.unique(keys, axis=0, return_inverse=True)
+    for (device, place, number), spent_s in zip(cells, np.bincount(where.ravel(), seconds, len(cells)), strict=True):
+        cause = CAUSES[number]
+        name = None if place == NO_PIPELINE or cause is Cause.CONTROL else names[place]
+        project, user = accounts.get(name, ("", ""))
+        pool = devices[device].rpartition("-")[0]
+        usd = float(prices[device] * spent_s) / 3600.0
+        sums.add(UsedTime(lane, pool, KIND_BY_CAUSE[cause], cause, name, project, user, float(spent_s), usd))
+    is_idle = every["kind"] == KINDS.index(Kind.IDLE)
+    for at in np.flatnonzero(is_idle):
+        device, gap_s = int(every["device"][at]), float(seconds[at])
+        usd = float(prices[device]) * gap_s / 3600.0
+        sums.add_gap(IdleStretch(gap_s, devices[device], lane, float(since[at]), CAUSES[every["cause"][at]], usd))
+
+
 def spent(
     reader: IndexReader, num_pipelines: int, prices: Array, clock: RunClock | None
 ) -> tuple[list[str], Array, Array]:
@@ -137,9 +165,7 @@ def spent(
 
 def _cut_at_midnight(begin_s: Array, end_s: Array, clock: RunClock) -> tuple[Array, Array, Array]:
     """(begin, end, place) of parts that lie in one UTC day each, as Unix times; a run without a clock began in 1970."""
-    marks = [(mark["at_s"], unix_of(mark["utc"])) for mark in clock.to_json() if mark["utc"]] or [(0.0, 0.0)]
-    at = np.maximum(np.searchsorted([at_s for at_s, _ in marks], begin_s, "right") - 1, 0)
-    shift = np.array([float(unix or 0.0) - at_s for at_s, unix in marks])[at]
+    shift = _shift(begin_s, clock)
     begin, end, origin = begin_s + shift, end_s + shift, np.arange(len(begin_s))
     parts = []
     while len(begin):
@@ -149,3 +175,10 @@ def _cut_at_midnight(begin_s: Array, end_s: Array, clock: RunClock) -> tuple[Arr
         begin, end, origin = midnight[is_longer], end[is_longer], origin[is_longer]
     first, last, places = (np.concatenate(each) for each in zip(*parts, strict=True))
     return first, last, places
+
+
+def _shift(at_s: Array, clock: RunClock) -> Array:
+    """Seconds from each run second to its Unix time; a run without a clock began in 1970."""
+    marks = [(mark["at_s"], unix_of(mark["utc"])) for mark in clock.to_json() if mark["utc"]] or [(0.0, 0.0)]
+    at = np.maximum(np.searchsorted([mark_s for mark_s, _ in marks], at_s, "right") - 1, 0)
+    return np.array([float(unix or 0.0) - mark_s for mark_s, unix in marks])[at]

@@ -1,4 +1,4 @@
-"""Shapes of what projects and users have used, and of what-if questions: `/lanes/L/usage` and `/lanes/L/whatif`."""
+"""Shapes of usage and of what-if questions: `/usage`, `/lanes/L/usage` and `/lanes/L/whatif`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,39 @@ class Usage(Shape):
     at_s: float | None = None
     half_life_hours: float | None = None
     held_hours: dict[str, float] | None = None
+
+
+class Spent(Open):
+    """Device-hours by kind, and dollars; 0 without a price. The key that the rows are by has its value."""
+
+    device_hours: float
+    busy_hours: float
+    switch_hours: float
+    bubble_hours: float
+    idle_hours: float
+    usd: float
+
+
+class IdleGap(Shape):
+    device: str
+    lane: str
+    begins: str
+    """UTC."""
+    hours: float
+    cause: str
+    usd: float
+
+
+class UsageOfTime(Shape):
+    since: str
+    until: str
+    total: Spent
+    by: dict[str, list[Spent]]
+    """Rows by project, user, pipeline, cause, lane and pool, those with most device time first; `-`: none."""
+    idle_gaps: list[IdleGap]
+    """Longest stretches in which a device was idle."""
+    left_out: dict[str, str]
+    """Why runs could not be read, by lane."""
 
 
 class Score(Shape):
