@@ -32,10 +32,16 @@ _AWAY_S = 600.0
 """Seconds for which a server, or a controller that it starts again, may be away from those who follow a run."""
 
 
-def submit(file: str, place: str, sets: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Check the file against the run's cluster here, then hand it over; returns what became of each pipeline."""
+def submit(file: str, place: str, sets: Sequence[str] | None, *, as_json: bool) -> int:
+    """Check the file against the run's cluster here, then hand it over. Prints what became of each pipeline, and the
+    address of their page; returns the exit code."""
     with closing(target_of(place, inputs.print_notice)) as target:
-        return target.submit(inputs.load(file, sets, cluster_of=target.spec()), file)
+        pipelines = target.submit(inputs.load(file, sets, cluster_of=target.spec()), file)
+        page = target.page([each["pipeline"] for each in pipelines])
+    code = show_submission(pipelines, as_json=as_json)
+    if page is not None and not as_json:
+        inputs.print_notice(f"page: {page}")
+    return code
 
 
 def send_command(place: str, request: str, name: str, **fields: Any) -> str:

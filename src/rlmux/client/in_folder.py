@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,9 @@ class InFolder:
         with path.open("rb") as file:
             file.seek(position)
             return file.read().decode(errors="replace"), file.tell()
+
+    def page(self, names: Sequence[str]) -> str | None:
+        return None
 
     def close(self) -> None:
         if self._reader is not None:

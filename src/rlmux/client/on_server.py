@@ -12,7 +12,7 @@ import os
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
@@ -192,6 +192,11 @@ class OnServer:
         """Remove a lane that the service's file no longer names; returns its bytes."""
         body = {"dry_run": True} if is_dry else {}
         return int(self._request("POST", f"/lanes/{quote(name, safe='')}/remove", json=body)["freed_bytes"])
+
+    def page(self, names: Sequence[str]) -> str | None:
+        if len(names) == 1:
+            return f"{self._url}/pipelines/{self._lane}/{quote(names[0], safe='')}"
+        return f"{self._url}/pipelines?lane={self._lane}"
 
     def close(self) -> None:
         self._client.close()

@@ -30,12 +30,12 @@ def last_url(root: Path) -> str | None:
     return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
 
-def own_url() -> str:
-    """The address of this user's service. Raises UserError unless it runs."""
+def own_url(accepted: str = "--to DIR|URL") -> str:
+    """The address of this user's service. Raises UserError unless it runs. `accepted`: what names another place."""
     root = own_root()
     url = last_url(root)
     if url is None or living_owner(root) is None:
-        raise UserError("no service of yours runs on this machine; accepted: --to DIR|URL, or start one: rlmux serve")
+        raise UserError(f"no service of yours runs on this machine; accepted: {accepted}, or start one: rlmux serve")
     return url
 
 

@@ -6,7 +6,7 @@ target_of("http://127.0.0.1:7460/lanes/cpu") ─▶ OnServer    the API of `rlmu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,6 +60,9 @@ class RunTarget(Protocol):
 
     def log(self, name: str, position: int) -> tuple[str, int]:
         """(what the pipeline's workers printed from this byte on, the byte behind it)."""
+
+    def page(self, names: Sequence[str]) -> str | None:
+        """Address of the page that shows these pipelines; None where no server has the run."""
 
     def close(self) -> None: ...
 

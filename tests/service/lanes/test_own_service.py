@@ -77,10 +77,19 @@ def test_a_service_without_a_file_takes_pipelines_at_once_and_is_there_once(serv
         2,
         "rlmux: no service of yours runs on this machine; accepted: --to DIR|URL, or start one: rlmux serve\n",
     )
+    assert said(capsys, "status") == (
+        2,
+        "rlmux: no service of yours runs on this machine; accepted: DIR|URL, or start one: rlmux serve\n",
+    )
     dashboard, submit = serve("--listen", "127.0.0.1:0")
     assert dashboard.startswith("dashboard: http://127.0.0.1:")
     assert submit == "submit: rlmux submit FILE"
-    assert said(capsys, "submit", str(file))[0] == 0, "no address, no token"
+    code, line = said(capsys, "submit", str(file))
+    assert code == 0, "no address, no token"
+    assert f"rlmux: page: {own_url()}/pipelines/here/sort\n" in line
+    code, line = said(capsys, "status")
+    assert code == 0
+    assert "sort" in line
     code, line = said(capsys, "serve")
     assert code == 2
     assert line.startswith("rlmux: your service runs already, at http://127.0.0.1:")

@@ -17,6 +17,13 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")]
 Place = Annotated[
     str, typer.Argument(metavar="DIR|URL", help="A run's folder, or http://HOST:PORT/lanes/NAME of a server.")
 ]
+PlaceOrOwn = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[DIR|URL]",
+        help="A run's folder, or http://HOST:PORT/lanes/NAME of a server; by default your own service.",
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file; may be repeated."),

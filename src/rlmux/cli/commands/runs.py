@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlmux.cli.commands.options import File, Folder, Json, Place, Sets
+from rlmux.cli.commands.options import File, Folder, Json, Place, PlaceOrOwn, Sets
 from rlmux.core.errors import UserError
 
 PipelineName = Annotated[str, typer.Argument(metavar="NAME", help="Name of one of its pipelines.")]
@@ -72,7 +72,7 @@ def submit(
     from rlmux.cli import remote
     from rlmux.client.own_service import own_url
 
-    raise typer.Exit(remote.show_submission(remote.submit(file, to or own_url(), sets), as_json=json))
+    raise typer.Exit(remote.submit(file, to or own_url(), sets, as_json=json))
 
 
 def cancel(place: Place, name: PipelineName) -> None:
@@ -260,7 +260,7 @@ def unpark(place: Place, name: PipelineName) -> None:
 
 
 def usage(
-    place: Place,
+    place: PlaceOrOwn = None,
     shares: Annotated[
         str | None, typer.Option("--set", metavar="FILE", help="Apply the section shares of this file.")
     ] = None,
@@ -286,6 +286,7 @@ def usage(
     """
     from rlmux.cli import lookups, remote
 
+    place = place or _own()
     if since is not None:
         if shares is not None:
             raise UserError("--set: accepted without --since")
@@ -299,7 +300,7 @@ def usage(
 
 
 def status(
-    place: Place,
+    place: PlaceOrOwn = None,
     once: Annotated[bool, typer.Option("--once", help="Print the tables once, on a terminal too.")] = False,
     all: Annotated[bool, typer.Option("--all", help="Show removed pipelines too.")] = False,
     json: Json = False,
@@ -314,8 +315,16 @@ def status(
     from rlmux.cli import remote
     from rlmux.runtime.records import folders
 
+    place = place or _own()
     with folders.salvage_hint(Path(place)):
         remote.show_status(place, as_json=json, is_once=once, with_removed=all)
+
+
+def _own() -> str:
+    """Address of this user's service, for a command without a place. Raises UserError unless it runs."""
+    from rlmux.client.own_service import own_url
+
+    return own_url("DIR|URL")
 
 
 def logs(
