@@ -1,6 +1,7 @@
 """What the pages cost after a hundred days: seconds until they are ready, frames, search, memory and watchers.
 
     PYTHONPATH=. python benchmarks/pages.py [--pipelines 1000] [--steps 143] [--minutes 1] [--watch-s 60] [--json]
+    PYTHONPATH=. python benchmarks/pages.py --grow-minutes 60
 
 The log is made up (`tests/log_script.py`): a lane that stays open for ten days, a million rows by default. Needs the
 development environment and Chromium.
@@ -9,7 +10,10 @@ development environment and Chromium.
     longest frame   milliseconds between two frames while a timeline is dragged, and while the wheel zooms; goal: 50
     search          95th percentile of milliseconds over 40 requests for a frequent word; goal: 200
     memory          megabytes of the server, and of the JavaScript of a tab that stays open for `--minutes`
+    restart         seconds from the start of a server whose log has new rows to pages that have them all; goal: 3
     ten watchers    processor seconds of the server a minute of a growing run, with ten open fleet pages and with none
+    growing         with `--grow-minutes`, alone: megabytes of the server with its indexer, and of the JavaScript of two
+                    tabs (fleet; a timeline that follows), while a lane gets `ROWS_PER_S` rows a second
 """
 
 from __future__ import annotations
@@ -30,8 +34,13 @@ from typing import Any
 import httpx
 import psutil
 from playwright.sync_api import Page, sync_playwright
-from tests.log_script import long_lane
+from tests.log_script import append, long_lane
 
+from rlmux.log.run_log import Entry, RunLog
+
+ROWS_PER_S = 10
+LATE_ROWS = 2_000
+"""Rows that a log gets before a restart."""
 WORDS = ("job", "team-1", "user-3", "number", "failed", "grpo", "lane")
 FRAMES = """() => { window.frames_ms = []; let last = performance.now();
   const tick = (now) => { window.frames_ms.push(now - last); last = now; requestAnimationFrame(tick); };
@@ -50,6 +59,11 @@ class Served:
 
     def memory_mb(self) -> float:
         return psutil.Process(self.process.pid).memory_info().rss / 1e6
+
+    def family_mb(self) -> float:
+        """With the indexer, which is a process of its own."""
+        server = psutil.Process(self.process.pid)
+        return sum(each.memory_info().rss for each in (server, *server.children(recursive=True))) / 1e6
 
     def processor_s(self) -> float:
         times = psutil.Process(self.process.pid).cpu_times()
@@ -145,6 +159,54 @@ def measure_pages(folder: Path, minutes: float) -> dict[str, float]:
     return figures
 
 
+def measure_restart(folder: Path, rows: list[Entry]) -> dict[str, float]:
+    """`rows`: what the log gets while no server runs."""
+    with RunLog.open(folder) as log:
+        append(log, rows)
+    begin_s = time.perf_counter()
+    with serving(folder) as served:
+        token = (folder / "admin.token").read_text().strip()
+        headers = {"Authorization": f"Bearer {token}"}
+        client = httpx.Client(base_url=served.url, headers=headers, timeout=120)
+        while any(lane["is_indexing"] for lane in client.get("/api/v1/lanes").json()["items"]):
+            time.sleep(0.05)
+        return {"restart s": time.perf_counter() - begin_s}
+
+
+def measure_growth(folder: Path, minutes: float, rows: list[Entry]) -> dict[str, float]:
+    """A lane whose process lives and writes `rows`, with a fleet page and a timeline that follows it."""
+    figures: dict[str, float] = {}
+    with RunLog.open(folder) as log, serving(folder) as served, sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        context = browser.new_context(viewport={"width": 1280, "height": 900})
+        sessions = {}
+        for name, path in (("fleet", "/fleet"), ("timeline", "/timeline?follow=1")):
+            page = context.new_page()
+            page.goto(served.login if not sessions else served.url + path)
+            page.wait_for_selector("main h1")
+            page.goto(served.url + path)
+            page.wait_for_selector("main h1")
+            sessions[name] = context.new_cdp_session(page)
+        begin_s, num_written, marks = time.monotonic(), 0, [1.0, 2.0, 10.0, 30.0, 60.0, 120.0]
+        due = [0.05, *(mark for mark in marks if mark < minutes), minutes]
+        while due:
+            passed_s = time.monotonic() - begin_s
+            if passed_s >= 60 * due[0]:
+                for name, session in sessions.items():
+                    figures[f"tab MB, {name}, {due[0]:g} minutes"] = heap_mb(session)
+                figures[f"server and indexer MB, {due[0]:g} minutes"] = served.family_mb()
+                print(json.dumps({"minutes": due.pop(0), "rows": num_written, **figures}), file=sys.stderr, flush=True)
+            num_due = min(len(rows), int(ROWS_PER_S * passed_s))
+            append(log, rows[num_written:num_due])
+            log.commit()
+            num_written = num_due
+            sessions["fleet"].send("Runtime.evaluate", {"expression": "0"})  # playwright handles what has come
+            time.sleep(0.5)
+        figures["rows written"] = num_written
+        browser.close()
+    return figures
+
+
 def heap_mb(session: Any) -> float:
     session.send("HeapProfiler.collectGarbage")
     return float(session.send("Runtime.getHeapUsage")["usedSize"]) / 1e6
@@ -194,16 +256,23 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--watch-s", type=float, default=60.0)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--grow-minutes", type=float, default=0.0)
     asked = parser.parse_args()
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as made:
         script = long_lane(asked.pipelines, num_steps=asked.steps)
         figures["rows"] = len(script.rows)
         folder = Path(made) / "long"
-        script.write(folder)
+        late = int(ROWS_PER_S * 60 * asked.grow_minutes) or LATE_ROWS
+        script.write(folder, len(script.rows) - late)
+        rows = script.rows[-late:]
         del script
-        figures |= measure_pages(folder, asked.minutes)
-        figures |= measure_watchers(Path(made), asked.watch_s)
+        if asked.grow_minutes:
+            figures |= measure_growth(folder, asked.grow_minutes, rows)
+        else:
+            figures |= measure_pages(folder, asked.minutes)
+            figures |= measure_restart(folder, rows)
+            figures |= measure_watchers(Path(made), asked.watch_s)
     if asked.json:
         print(json.dumps(figures, indent=1))
     else:
