@@ -145,6 +145,7 @@ def test_an_answer_comes_once_what_it_says_is_in_the_log(tmp_path, real, monkeyp
 def test_a_pipeline_that_is_struck_off_last_of_all_is_in_the_log(going, real):
     going.run_api.is_kept_open = False
     going.run([real.replace(real.submission("later"), submit_at_s=999.0)], cancel("later"))
+    assert going.answers == [{"ok": True, "pipeline": "later", "outcome": "struck off"}]
     with LogReader(going.folder) as log:
         assert [one.value["pipeline"] for one in log.entries() if one.type == "pipeline_end"] == ["later"]
 
