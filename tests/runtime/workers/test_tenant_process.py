@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -59,7 +59,6 @@ class Process:
 
 class Workplace:
     bases = None
-    parts: ClassVar = {}
 
     def __init__(self) -> None:
         self.processes: list[Process] = []

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 
 from rlmux.core.errors import RlmuxError, WorkerLostError
 from rlmux.core.model import DeviceId, NodeId
+from rlmux.runtime.backend import DeviceParts
 from rlmux.runtime.workers.heartbeat import Activity
 from rlmux.runtime.workers.worker_pool import Worker, Workplace
 
@@ -195,12 +196,15 @@ class TenantWorkplace:
 
     def __init__(self, workplace: Workplace, now_s: Callable[[], float]) -> None:
         self.bases = workplace.bases
-        self.parts = workplace.parts
         self._workplace = workplace
         self._now_s = now_s
         self._processes: dict[_Key, SharedProcess] = {}
         """Processes that new tenants can join."""
         self._process_by_worker: dict[Worker, SharedProcess] = {}
+
+    @property
+    def parts(self) -> Mapping[DeviceId, DeviceParts]:
+        return self._workplace.parts
 
     def spawn(
         self,

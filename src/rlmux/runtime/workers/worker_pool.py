@@ -65,8 +65,10 @@ class Workplace(Protocol):
 
     bases: Path | None
     """Folder in shared memory for the frozen bases of adapters; None with several machines, which each have one."""
-    parts: Mapping[DeviceId, DeviceParts]
-    """What of this machine each device is; empty with several machines."""
+
+    @property
+    def parts(self) -> Mapping[DeviceId, DeviceParts]:
+        """What of this machine each device is; empty with several machines."""
 
     def spawn(
         self,
