@@ -37,6 +37,16 @@ export function When({ at_s }: { at_s: number | null | undefined }) {
   );
 }
 
+/** Its step, of how many. */
+export function StepOf({ row: { step, num_steps } }: { row: { step: number; num_steps: number | null } }) {
+  return (
+    <>
+      {count(step)}
+      {num_steps !== null && <span class="muted">/{count(num_steps)}</span>}
+    </>
+  );
+}
+
 export function Labels({ labels }: { labels: readonly string[] | undefined }) {
   return labels?.map((label) => (
     <>

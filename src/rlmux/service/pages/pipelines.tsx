@@ -7,7 +7,7 @@ import { GroupSums, NO_VALUE } from "./groups";
 import { colourOf, of, useShown } from "./lane";
 import { announce } from "./live";
 import { RetryButton, useActs, type Acts } from "./acts";
-import { Labels, PipelineName, Spark, When } from "./parts";
+import { Labels, PipelineName, Spark, StepOf, When } from "./parts";
 import { address, amend, go, usePlace } from "./place";
 import { promiseTitle, promiseWord } from "./promises";
 import type { Detail, FilterValue, LabelsSet, Pipeline, Pipelines as Listed } from "./shapes";
@@ -178,12 +178,7 @@ function useColumns({ marked, mark, tell }: Marks): readonly Column<Pipeline>[] 
       title: "step",
       kind: "number",
       value: true,
-      cell: (row) => (
-        <>
-          {count(row.step)}
-          {row.num_steps !== null && <span class="muted">/{count(row.num_steps)}</span>}
-        </>
-      ),
+      cell: (row) => <StepOf row={row} />,
     },
     {
       id: "reward_last",

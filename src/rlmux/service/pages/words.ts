@@ -113,3 +113,8 @@ export function removedInWords({ parts, at_s, by, by_rule, freed_bytes }: Remove
   const what = parts === "all" ? "all of its files were" : `its ${parts} were`;
   return `${what} removed at ${moment(at_s, 1)} by ${by_rule ? "the rule keep" : by || "the owner"} (${size(freed_bytes)})`;
 }
+
+/** Words of this field that a page explains where they stand. */
+export const TERMS = {
+  slowdown: "A step's time beside others over its time alone on the same devices: 1.20 is a fifth longer.",
+} as const;
