@@ -6,6 +6,7 @@ import "uplot/dist/uPlot.min.css";
 import { type Marks, bothTimes, tickInDay, ticksOf } from "./clock";
 import { onTheme, themeColours } from "./colours";
 import { useShown } from "./lane";
+import { Term } from "./parts";
 import { figure, metricName } from "./words";
 
 type Values = (number | null)[];
@@ -63,7 +64,7 @@ export function Chart(props: Props) {
   return (
     <section class="chart">
       <h3>
-        <b title={props.title}>{metricName(props.title)}</b> <span ref={reading}>{figure(props.curve.y.findLast((value) => value !== null))}</span>
+        <b title={props.title}>{/stale/.test(props.title) ? <Term word="staleness">{metricName(props.title)}</Term> : metricName(props.title)}</b> <span ref={reading}>{figure(props.curve.y.findLast((value) => value !== null))}</span>
       </h3>
       <div ref={box} />
     </section>

@@ -76,12 +76,12 @@ function Figures({ lane }: { lane: Lane }) {
   return (
     <Tiles
       tiles={[
-        ...KINDS.map((kind) => [kind, share(kind)] as const),
+        ...KINDS.map((kind) => (kind === "bubble" ? ([kind, share(kind), "bubble"] as const) : ([kind, share(kind)] as const))),
         ["pipelines", states.length ? states.map(([state, many]) => <span key={state}>{many}<small>{state} </small></span>) : "0"],
         ["makespan", seconds(lane.makespan_s)],
         ["switches", count(lane.num_switches)],
         ...(lane.num_migrations ? [["migrations", `${count(lane.num_tail_migrations)} tails, ${count(lane.num_migrations - lane.num_tail_migrations)} shards`] as const] : []),
-        ...(lane.slo_attainment !== null ? [["SLOs kept", percent(lane.slo_attainment)] as const] : []),
+        ...(lane.slo_attainment !== null ? [["SLOs kept", percent(lane.slo_attainment), "accepts"] as const] : []),
         ["control overhead", percent(lane.control_overhead)],
         ...(lane.host_memory ? [["host memory", `${percent(lane.host_memory.used_bytes / lane.host_memory.bytes)} of ${size(lane.host_memory.bytes)}`] as const] : []),
       ]}

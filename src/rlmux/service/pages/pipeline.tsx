@@ -9,7 +9,7 @@ import { Trouble } from "./frame";
 import { useKeys } from "./keys";
 import { colourOf, of, useShown } from "./lane";
 import { Log } from "./log";
-import { Dot, Labels, Tiles, When } from "./parts";
+import { Dot, Labels, Term, Tiles, When } from "./parts";
 import { address, amend, go, usePlace } from "./place";
 import type { Page } from "./kinds";
 import type { Detail, File, Metrics, Step, Tries } from "./shapes";
@@ -125,6 +125,7 @@ function TriesOf({ tries }: { tries: Tries }) {
       <summary>
         {tryInWords(tries)}, after: {tries.failures.at(-1)?.reason || "a failure"}
       </summary>
+      <p class="muted">{TERMS.try}</p>
       <ol>
         {tries.failures.map((failure) => (
           <li>
@@ -168,10 +169,10 @@ function Figures({ detail }: { detail: Detail }) {
         ["step", <>{count(detail.step)}{detail.num_steps !== null && <small>of {count(detail.num_steps)}</small>}</>],
         ["reward", <>{reward(detail.reward_last)}<small>from {reward(detail.reward_first)}</small></>],
         ["a step takes", seconds(detail.step_s_mean)],
-        ["slower than alone", <><a href={address(location.pathname, { tab: "time" })} title="why">{times(detail.step_slowdown)}</a>{detail.slo_slowdown !== null && <small>SLO {times(detail.slo_slowdown)}</small>}</>],
+        ["slowdown", <><a href={address(location.pathname, { tab: "time" })} title="why">{times(detail.step_slowdown)}</a>{detail.slo_slowdown !== null && <small><Term word="accepts">accepts</Term> {times(detail.slo_slowdown)}</small>}</>, "slowdown"],
         ...boundTiles(detail),
         ["tokens", count(detail.tokens)],
-        ["promise: shared or alone", <span title={promiseTitle(detail.promise)}>{promiseWord(detail.promise)}</span>],
+        ["promise: shared or alone", <span title={promiseTitle(detail.promise)}>{promiseWord(detail.promise)}</span>, "promise"],
         ["weights", <span class="mono" title={detail.weights_sha256 ?? ""}>{detail.weights_sha256?.slice(0, 12) ?? "–"}</span>],
       ]}
     />

@@ -9,7 +9,7 @@ import { Trouble } from "./frame";
 import { useKeys } from "./keys";
 import { of, useShown } from "./lane";
 import { announce } from "./live";
-import { PipelineName } from "./parts";
+import { PipelineName, Term } from "./parts";
 import { address, go } from "./place";
 import { clockTime } from "./clock";
 import type { Page } from "./kinds";
@@ -110,7 +110,7 @@ function waitingColumns({ lane, now_s, chosen, choose, acts }: Shown): readonly 
       value: (each) => tokenInWords(each.token ?? ""),
       cell: (each) => (
         <>
-          <b>{tokenInWords(each.token ?? "")}</b>
+          <b>{each.token === "held" || each.token === "filler" ? <Term word={each.token}>{tokenInWords(each.token)}</Term> : tokenInWords(each.token ?? "")}</b>
           {each.reason && <div class="why">{each.reason}</div>}
           {each.pipeline === chosen ? (
             <WouldStart lane={lane} name={each.pipeline} />

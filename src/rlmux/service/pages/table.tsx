@@ -7,6 +7,7 @@ import { type SortingState, columnVisibilityFeature, createSortedRowModel, rowSo
 import type { ComponentChildren } from "preact";
 import { useMemo, useState } from "preact/hooks";
 import { useKeys } from "./keys";
+import { Explained } from "./parts";
 import { amend, usePlace } from "./place";
 
 type Value = string | number | null | undefined;
@@ -24,7 +25,7 @@ export interface Column<Row> {
   paint?: (row: Row) => string;
   /** Words under the pointer. */
   tip?: (row: Row) => string | undefined;
-  /** Words under the pointer at its heading. */
+  /** A sentence on its heading. */
   about?: string;
   /** Whether it is left out until it is chosen. */
   isExtra?: boolean;
@@ -157,12 +158,20 @@ export function Table<Row>({ name = "", label, columns, rows, idOf, isServers = 
             <tr key={group.id}>
               {group.headers.map(({ id, column }) => {
                 const { title = "", kind = "", about } = byId.get(column.id) ?? {};
-                const words = about ? { title: about } : {};
-                if (!column.getCanSort()) return <th key={id} class={kind} {...words}>{title}</th>;
+                const help = about && (
+                  <>
+                    {" "}
+                    <Explained words={about} kind="help" label="what this is">
+                      ?
+                    </Explained>
+                  </>
+                );
+                if (!column.getCanSort()) return <th key={id} class={kind}>{title}{help}</th>;
                 const order = column.getIsSorted();
                 return (
-                  <th key={id} class={kind} {...words} aria-sort={order === "asc" ? "ascending" : order === "desc" ? "descending" : "none"}>
+                  <th key={id} class={kind} aria-sort={order === "asc" ? "ascending" : order === "desc" ? "descending" : "none"}>
                     <Sorter title={title} mark={order === "asc" ? " ↑" : order === "desc" ? " ↓" : ""} turn={() => column.toggleSorting()} />
+                    {help}
                   </th>
                 );
               })}

@@ -2,6 +2,7 @@
 import { useState } from "preact/hooks";
 import { useData } from "./api";
 import { Trouble } from "./frame";
+import { Term } from "./parts";
 import type { Checkpoints } from "./shapes";
 import { Table, type Column } from "./table";
 import { count, size } from "./words";
@@ -32,7 +33,7 @@ export function Weights({ path, lane, name }: { path: string; lane: string; name
       </h2>
       <Command words={["rlmux", "export", run, name, "--to", "hf", "--out", `${name}-weights`]} />
       <h2>
-        Receipt <small>trains a sample of its steps again, alone, and compares the weights bit by bit; --all: every step</small>
+        <Term word="receipt">Receipt</Term> <small>trains a sample of its steps again, alone, and compares the weights bit by bit; --all: every step</small>
       </h2>
       <Command words={["rlmux", "verify", run, name]} />
     </>

@@ -7,7 +7,7 @@ import { colourOf, of, useShown } from "../lane";
 import { PipelineName } from "../parts";
 import type { Gap, Measured, Order, Other, Pinned } from "../shapes";
 import { Table, type Column } from "../table";
-import { count, moment, percent, seconds, stageName } from "../words";
+import { TERMS, count, moment, percent, seconds, stageName } from "../words";
 import type { Span } from "./feed";
 import type { Hit } from "./hit";
 
@@ -37,7 +37,7 @@ export function MeasureTable({ lane, span }: { lane: string; span: Span }) {
   const { items, device_s, t0, t1 } = measured.value;
   const paint = ({ kind, pipeline, cause }: Sum) => (kind === "busy" && pipeline !== null ? `c${colourOf(pipelines, pipeline)}` : `f-${paintOf(cause)}`);
   const columns: Column<Sum>[] = [
-    { id: "kind", title: "kind", kind: "muted", value: (item) => item.kind, cell: (item) => item.kind },
+    { id: "kind", title: "kind", about: `bubble: ${TERMS.bubble}`, kind: "muted", value: (item) => item.kind, cell: (item) => item.kind },
     {
       id: "name",
       title: "name",
