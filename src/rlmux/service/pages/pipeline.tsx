@@ -111,7 +111,7 @@ function CloneLink({ path, name }: { path: string; name: string }) {
   const { lane } = useShown();
   if (!lane.takes_submissions) return null;
   const clone = async () => {
-    const file = await get<File>(`${path}/file`);
+    const file = await get<File>(`${path}/file?short=true`);
     draft(file.text.replace(/^( *-? *name: ).*$/m, `$1${name}-2`), `${name}-2.yaml`);
     go(address("/queue"));
   };
@@ -138,11 +138,14 @@ function TriesOf({ tries }: { tries: Tries }) {
 }
 
 function FileOf({ path, lane }: { path: string; lane: string }) {
-  const file = useData<File>(`${path}/file`, [`lane:${lane}`]);
+  const isWhole = usePlace().query.get("defaults") === "1";
+  const file = useData<File>(`${path}/file${isWhole ? "" : "?short=true"}`, [`lane:${lane}`]);
   if (!file.value) return <Trouble error={file.error} />;
   return (
     <>
-      <p class="muted small">its part of {file.value.source}</p>
+      <p class="muted small">
+        its part of {file.value.source} · <label><input type="checkbox" checked={isWhole} onChange={() => amend({ defaults: isWhole ? null : "1" })} /> with every default value</label>
+      </p>
       <pre class="text">{file.value.text}</pre>
     </>
   );
