@@ -7,6 +7,7 @@ import { type Curve, type Run, Constants, More, Overlay, RunKey, constantOf } fr
 import { NUM_COLOURS } from "./colours";
 import { Trouble } from "./frame";
 import { useShown, of } from "./lane";
+import { areFlat, flatLast } from "./noise";
 import { address, amend, usePlace } from "./place";
 import { promiseWord } from "./promises";
 import type { Page } from "./kinds";
@@ -160,7 +161,9 @@ function Curves({ compared, looks, names }: { compared: Compared; looks: Look[];
   });
   if (charts.every(({ runs }) => runs.length < 2)) return <p class="empty">They have no metric in common.</p>;
   const [first, others] = firstMetrics(charts.filter(({ constant }) => constant === null).map(({ metric }) => metric));
-  const overlay = (metric: string) => <Overlay key={metric} title={metric} runs={charts.find((chart) => chart.metric === metric)?.runs ?? []} />;
+  const runsOf = (metric: string) => charts.find((chart) => chart.metric === metric)?.runs ?? [];
+  const isFlat = (metric: string) => areFlat(runsOf(metric).map(({ curve }) => curve));
+  const overlay = (metric: string) => <Overlay key={metric} title={metric} runs={runsOf(metric)} />;
   return (
     <>
       {hasSeeds && (
@@ -169,9 +172,9 @@ function Curves({ compared, looks, names }: { compared: Compared; looks: Look[];
         </label>
       )}
       <RunKey runs={looksOfGroups} />
-      <div class="charts">{first.map(overlay)}</div>
+      <div class="charts">{flatLast(first, isFlat).map(overlay)}</div>
       <More count={others.length}>
-        <div class="charts">{others.map(overlay)}</div>
+        <div class="charts">{flatLast(others, isFlat).map(overlay)}</div>
       </More>
       <Constants values={charts.map(({ metric, constant }) => [metric, constant])} />
     </>

@@ -13,6 +13,7 @@ import { Dot, Labels, Term, Tiles, When } from "./parts";
 import { address, amend, go, usePlace } from "./place";
 import type { Page } from "./kinds";
 import type { Detail, File, Metrics, Step, Tries } from "./shapes";
+import { areFlat, flatLast } from "./noise";
 import { Samples } from "./samples";
 import { ColumnMenu, Table, type Column } from "./table";
 import { hours, quotaInWords, shareInWords, useUsage } from "./shares";
@@ -221,6 +222,7 @@ function Curves({ path, lane, colour }: { path: string; lane: string; colour: nu
   const { names, series } = metrics.value;
   if (names.length === 0) return <p class="empty">No step has ended yet.</p>;
   const [first, others] = firstMetrics(names.filter((metric) => series[metric] && constantOf(series[metric]) === null));
+  const isFlat = (metric: string) => series[metric] !== undefined && areFlat([series[metric]]);
   const chart = (metric: string) => {
     const curve = series[metric];
     return curve && <Chart key={metric} title={metric} curve={curve} colour={colour} unit={x === "step" ? "step" : "s"} smoothing={smoothing} cursor={path} />;
@@ -245,12 +247,12 @@ function Curves({ path, lane, colour }: { path: string; lane: string; colour: nu
         </label>
         {metrics.value.steps > 800 && <span class="muted small">each point is several of {count(metrics.value.steps)} steps: mean, with lowest and highest</span>}
       </div>
-      <div class="charts">{first.map(chart)}</div>
+      <div class="charts">{flatLast(first, isFlat).map(chart)}</div>
       <More count={others.length}>
         {sectioned(others).map(([title, members]) => (
           <section key={title}>
             <h2>{title}</h2>
-            <div class="charts">{members.map(chart)}</div>
+            <div class="charts">{flatLast(members, isFlat).map(chart)}</div>
           </section>
         ))}
       </More>
