@@ -27,9 +27,7 @@ def test_what_failed_last_is_on_top_until_it_was_seen(long, enter):
     page.wait_for_selector("h2:text('Needs you')")
     failed = page.locator("td.state.failed")
     assert "row 999 is not a number" in page.inner_text("main")
-    assert page.locator("table[aria-label='needs you'] .name").first.inner_text() == (
-        "job-0999"
-    )
+    assert page.locator("table[aria-label='needs you'] .name").first.inner_text() == ("job-0999")
     assert failed.count() >= 8
     page.click("text=I have seen what failed")
     page.wait_for_selector("h2:text('Needs you')", state="detached")

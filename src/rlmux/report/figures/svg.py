@@ -16,8 +16,9 @@ PALETTE = (
     ("#8c6d46", "#b8976c"),
     ("#6f58c9", "#a390f2"),
 )
-"""(on white, on black): Okabe and Ito's colours, distinct to the colour-blind; the last two fill up. The pages' style sheet has
-the same, and no cause has a colour like them."""
+"""(on white, on black): Okabe and Ito's colours, distinct to the colour-blind; the last two fill up.
+
+The pages' style sheet has the same, and no cause has a colour like them."""
 
 
 def tag(name: str, *children: str, **attributes: object) -> str:

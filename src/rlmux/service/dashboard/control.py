@@ -132,7 +132,7 @@ class Control:
         return File(source=str(written["source"]), text=text)
 
     def file(self, caller: Caller, lane: str, name: str, short: bool = False) -> File:
-        """A file with this pipeline alone, ready to be submitted under another name. `short`: without default values."""
+        """A file with this pipeline alone, to be submitted under another name. `short`: without default values."""
         with LogReader(self._reads.run_folder(lane)) as log:
             spec = log.header.get("spec") or {}
             files = [(note.source, note.resolved) for note in log.state().submitted]
