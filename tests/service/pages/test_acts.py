@@ -22,6 +22,7 @@ from rlmux.service.lanes.submissions import LaneSubmissions
 
 pytestmark = pytest.mark.xdist_group("browser")
 NUM_BYTES = 3000
+NAME = "sort-with-a-name-of-many-words-as-a-team-writes-it"
 REASON = "its reward function raised ValueError: " + "a_reason_without_a_blank_" * 8
 
 
@@ -51,7 +52,7 @@ def service(tmp_path: Path) -> Iterator[Pages]:
         lane = Lane(tmp_path / "root", "solo", FailsOnce(), has_retries=True)
         submissions = LaneSubmissions({"cpu": lane}, SubmissionLedger(tmp_path / "root"), Bundles(tmp_path / "root"))  # type: ignore[dict-item]
         served = Pages(tmp_path / "root", lanes=["cpu"], more=submissions.addresses())
-        text = "pipelines:\n  - {name: sort, task: sort, steps: 2}\n"
+        text = f"pipelines:\n  - {{name: {NAME}, task: sort, steps: 2}}\n"
         headers = {"Idempotency-Key": "sort"}
         served.client.post("/submissions", json={"lane": "cpu", "text": text, "source": "a.yaml"}, headers=headers)
         served.until(lambda: [row["status"] for row in served.get("/pipelines")["items"]] == ["failed"])
@@ -82,12 +83,12 @@ def asked(page: Any, verb: str) -> list[Any]:
     return bodies
 
 
-@pytest.mark.parametrize("path", ["/pipelines", "/pipelines/cpu/sort"])
+@pytest.mark.parametrize("path", ["/pipelines", f"/pipelines/cpu/{NAME}"])
 def test_retry_sends_one_request_and_the_answer_is_shown(service, enter, path):
     page = enter(service, path)
     bodies = asked(page, "retry")
     page.click("button:text-is('Retry')")
-    page.wait_for_selector(".banner.soft:has-text('sort: ')")
+    page.wait_for_selector(f".banner.soft:has-text('{NAME}: ')")
     assert bodies == [{}]
     service.until(lambda: [row["status"] for row in service.get("/pipelines")["items"]] == ["finished"])
     page.wait_for_selector("button:text-is('Retry')", state="detached")
@@ -125,7 +126,7 @@ def test_removed_pipelines_are_listed_on_demand_and_the_address_keeps_it(over, e
     page.wait_for_selector("tbody .name:text-is('tools')")
 
 
-@pytest.mark.parametrize("path", ["/pipelines", "/pipelines/cpu/sort", "/fleet"])
+@pytest.mark.parametrize("path", ["/pipelines", f"/pipelines/cpu/{NAME}", "/fleet"])
 def test_a_reason_is_whole_at_390_pixels_however_long_its_words_are(service, enter, path):
     page = enter(service, path)
     page.set_viewport_size({"width": 390, "height": 844})
