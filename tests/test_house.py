@@ -28,7 +28,7 @@ RATCHET = {
     "lines of broker": 2_100,
     "lines of cli": 6_000,  # rlmux retry, rlmux remove, rlmux usage --since
     "lines of client": 1_200,  # trackers that follow a run; removals where nothing runs, and of old lanes
-    "lines of config": 3_300,  # the sections keep and trackers
+    "lines of config": 3_400,  # the sections keep and trackers; a file without default values
     "lines of core": 12_300,  # causes of failures, which a rule about retries tells apart
     "lines of engines": 13_500,
     "lines of log": 2_500,  # tries of pipelines, and their failures

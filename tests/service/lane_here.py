@@ -18,6 +18,7 @@ from rlmux.log.notes import Note
 from rlmux.log.run_log import RunLog, run_header
 from rlmux.policies import make_policy
 from rlmux.runtime.control.control_socket import ControlServer
+from rlmux.runtime.control.retries import Retries
 from rlmux.runtime.control.run_control import RunControl
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
@@ -47,8 +48,9 @@ class Lane:
         policy: str = "rollmux",
         backend: FakeBackend | None = None,
         queue_order: QueueOrder | None = None,
+        has_retries: bool = False,
     ) -> None:
-        """`queue_order`: where shares count."""
+        """`queue_order`: where shares count. `has_retries`: what failed may be tried again."""
         self.folder, self.name = root / "cpu", "cpu"
         self.spec: Spec = parse_spec(LANE, source="lanes", folder=root, may_be_empty=True)
         scheduler = Scheduler(self.spec.cluster, make_policy(policy), queue_order)
@@ -64,7 +66,9 @@ class Lane:
         self._usage = UsageNotes(scheduler, self.log)
         self._is_over = False
         self._backend = backend or FakeBackend(lambda action: 0.01)
-        self.controller = Controller(scheduler, self._backend, self.log, run_api=self.run_api)
+        retries = Retries(self.folder, scheduler.query, {}) if has_retries else None
+        self.run_api._retries = retries
+        self.controller = Controller(scheduler, self._backend, self.log, run_api=self.run_api, retries=retries)
         self._thread = threading.Thread(
             target=self.controller.run, args=([],), kwargs={"until": lambda: self._is_over}, daemon=True
         )

@@ -240,14 +240,60 @@ def without_pipelines(resolved: str, is_shown: Callable[[str], bool]) -> str:
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
-def file_of_pipeline(resolved: str, name: str) -> str | None:
-    """The part of a resolved file that is one pipeline's, with its code's folder; None without the pipeline."""
+def file_of_pipeline(resolved: str, name: str, *, is_short: bool = False) -> str | None:
+    """The part of a resolved file that is one pipeline's, with its code's folder; None without the pipeline.
+
+    `is_short`: without keys that have their default value. It loads to the same pipeline.
+    """
     plain = yaml.safe_load(resolved) or {}
     found = [keys for keys in plain.get("pipelines") or [] if keys["name"] == name]
     if not found:
         return None
     code = {"code_folder": plain["code_folder"]} if "code_folder" in plain else {}
+    if is_short:
+        found = [without_defaults(keys) for keys in found]
     return yaml.safe_dump({**code, "pipelines": found}, sort_keys=False, allow_unicode=True)
+
+
+_ANY_CLUSTER = {"pools": {"rollout": {"devices": 1}, "train": {"devices": 1}}}
+
+
+def without_defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a resolved pipeline without default values. A section that would load otherwise stays whole."""
+    task = {"task": {"name": keys["task"]["name"]}} if keys.get("task") else {}
+    least = _resolved({"name": keys["name"], **task}) or _resolved({"name": keys["name"]}) or {}
+    short = {"name": keys["name"], **task, **_difference(keys, least)}
+    if "task" in keys:
+        short["task"] = {**task["task"], **_difference(keys["task"], least.get("task") or {})}
+    loaded = _resolved(short) or {}
+    short |= {key: value for key, value in keys.items() if loaded.get(key) != value}
+    if _resolved(short) != keys:
+        return dict(keys)
+    if "task" in short and set(short["task"]) == {"name"}:
+        short["task"] = short["task"]["name"]
+    return {key: short[key] for key in keys if key in short}
+
+
+def _resolved(keys: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A pipeline's keys with every default; None where they are no pipeline, as keys that it needs are missing."""
+    try:
+        return dict(plain_tree(read_tree({"cluster": _ANY_CLUSTER, "pipelines": [keys]}))["pipelines"][0])
+    except ValidationError:
+        return None
+
+
+def _difference(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of `tree` that differs from `other`."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in other:
+            found[key] = value
+        elif isinstance(value, Mapping) and isinstance(other[key], Mapping):
+            if inner := _difference(value, other[key]):
+                found[key] = inner
+        elif value != other[key] or type(value) is not type(other[key]):
+            found[key] = value
+    return found
 
 
 def values_of_pipelines(resolved: str) -> dict[str, dict[str, Any]]:

@@ -27,9 +27,7 @@ def test_what_failed_last_is_on_top_until_it_was_seen(long, enter):
     page.wait_for_selector("h2:text('Needs you')")
     failed = page.locator("td.state.failed")
     assert "row 999 is not a number" in page.inner_text("main")
-    assert page.locator("h2:text('Needs you') + table .name, h2:text('Needs you') + table a").first.inner_text() == (
-        "job-0999"
-    )
+    assert page.locator("table[aria-label='needs you'] .name").first.inner_text() == ("job-0999")
     assert failed.count() >= 8
     page.click("text=I have seen what failed")
     page.wait_for_selector("h2:text('Needs you')", state="detached")
@@ -63,6 +61,17 @@ def test_the_timeline_has_rows_and_names_of_the_pipelines_in_view(long, enter):
     page.wait_for_selector("text=and 984 more in view")
     rows = page.get_attribute("canvas", "data-rows").split()
     assert (len(rows), page.locator(".key .name").all_inner_texts()) == (16, rows)
+
+
+def test_where_a_thousand_pipelines_lie_in_time_is_less_than_40_kb(long):
+    columns = long.client.get("/timeline/long", params={"lives": "columns"})
+    assert len(columns.content) <= 40_000
+    found = columns.json()["life_columns"]
+    for place, life in enumerate(long.get("/timeline/long")["lives"]):
+        assert found["projects"][found["project"][place]] == life["project"]
+        assert found["begun_ms"][place] == round(life["begun_s"] * 1000)
+        assert found["begun_ms"][place] + found["lasted_ms"][place] == round(life["ended_s"] * 1000)
+        assert (place not in found["has_no_rewards"]) == life["has_rewards"]
 
 
 def test_a_drag_changes_the_rows_when_it_rests(long, enter):
@@ -105,6 +114,55 @@ def test_every_page_opens(long, enter, path):
     page = enter(long, path)
     page.wait_for_selector("main h1")
     assert page.locator(".banner:not(.soft)").count() <= 1
+
+
+@pytest.mark.parametrize("path", ["/pipelines", "/pipelines/long/job-0999?tab=steps"])
+def test_usual_columns_fit_in_1280_pixels(long, enter, path):
+    page = enter(long, path)
+    page.wait_for_selector("tbody tr")
+    assert page.locator(".scroll").evaluate("(box) => box.scrollWidth <= box.clientWidth")
+
+
+@pytest.mark.parametrize(
+    "path", ["/fleet", "/pipelines", "/queue", "/timeline", "/compare?of=long/job-0999,long/job-0998", "/whatif"]
+)
+def test_no_page_scrolls_sideways_at_390_pixels(long, enter, path):
+    page = enter(long, path)
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_load_state("networkidle")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_word_is_explained_by_the_keyboard_and_by_a_tap(long, enter):
+    page = enter(long, "/fleet", has_touch=True)
+    page.focus("button.term:text-is('bubble')")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".explained:popover-open:has-text('Device time that a pipeline holds')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".explained:popover-open", state="detached")
+    page.goto(f"{long.url}/pipelines")
+    page.tap("th:has-text('slowdown') button.help")
+    page.wait_for_selector(".explained:popover-open:has-text('alone on the same devices')")
+    box = page.locator(".explained:popover-open").bounding_box()
+    assert box["x"] + box["width"] <= 1280
+    assert "sort=" not in page.url
+
+
+@pytest.mark.parametrize(("path", "label", "name", "heading"), [
+    ("/fleet", "device-seconds by pipeline", "charges", "in all"),
+    ("/fleet", "needs you", "needs", "pipeline"),
+    ("/pipelines/long/job-0500?tab=steps", "steps", "steps", "took"),
+])  # fmt: skip
+def test_tables_take_their_order_from_a_heading_and_the_address(long, enter, path, label, name, heading):
+    page = enter(long, path)
+    table = page.locator(f"table[aria-label='{label}']")
+    table.locator(f"th a:text-is('{heading}')").click()
+    table.locator("th[aria-sort=ascending]").wait_for()
+    assert f"{name}.sort=" in page.url
+    rows = table.locator("tbody tr").all_inner_texts()
+    page.reload()
+    table.locator("th[aria-sort=ascending]").wait_for()
+    assert table.locator("tbody tr").all_inner_texts() == rows
 
 
 def test_filters_and_columns_are_in_the_address_and_survive_a_reload(long, enter):

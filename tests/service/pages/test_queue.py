@@ -101,6 +101,22 @@ def test_a_file_that_is_dropped_is_read_and_a_name_in_use_is_told(service, enter
     page.wait_for_selector("[role=alert]:has-text(\"two.yaml: pipeline 'used' is in this run already\")")
 
 
+def test_why_a_pipeline_waits_is_whole_at_390_pixels(service, enter):
+    name = "waits-with-a-name-of-many-words-as-a-team-writes-it"
+    body = {"lane": "cpu", "text": file_of("runs-before-it", name), "source": "a.yaml"}
+    service.client.post("/submissions", json=body, headers={"Idempotency-Key": name})
+    page = enter(service, "/queue")
+    page.set_viewport_size({"width": 390, "height": 844})
+    row = page.locator(f".queue tr:has-text('{name}')")
+    reason = row.locator("td.wide .why")
+    reason.wait_for()
+    assert "needs 1 rollout" in reason.inner_text()
+    box = reason.bounding_box()
+    assert box["x"] + box["width"] <= 390
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    service.client.post(f"/pipelines/cpu/{name}/cancel", json={})
+
+
 def test_a_pipeline_that_runs_is_ended_from_its_page(service, enter):
     service.until(lambda: any(row["status"] == "running" for row in service.get("/pipelines")["items"]))
     (row,) = (row for row in service.get("/pipelines")["items"] if row["status"] == "running")

@@ -7,16 +7,18 @@ from collections.abc import Iterable
 from html import escape
 
 PALETTE = (
-    ("#0072b2", "#4aa3df"),
+    ("#0072b2", "#3d94d8"),
     ("#d55e00", "#f0803c"),
     ("#009e73", "#2fc49a"),
-    ("#cc79a7", "#dd94bd"),
+    ("#cc79a7", "#f0a3c4"),
     ("#e69f00", "#f2b53a"),
-    ("#56b4e9", "#86cbf2"),
+    ("#56b4e9", "#9bdcf7"),
     ("#8c6d46", "#b8976c"),
-    ("#7f7f7f", "#a8a8a8"),
+    ("#6f58c9", "#a390f2"),
 )
-"""(on white, on black): Okabe and Ito's colours, distinct to the colour-blind; the last two fill up."""
+"""(on white, on black): Okabe and Ito's colours, distinct to the colour-blind; the last two fill up.
+
+The pages' style sheet has the same, and no cause has a colour like them."""
 
 
 def tag(name: str, *children: str, **attributes: object) -> str:

@@ -131,13 +131,13 @@ class Control:
         text = without_pipelines(written["resolved"], sight.shows) if sight.is_limited else written["resolved"]
         return File(source=str(written["source"]), text=text)
 
-    def file(self, caller: Caller, lane: str, name: str) -> File:
-        """A file with this pipeline alone, ready to be submitted under another name."""
+    def file(self, caller: Caller, lane: str, name: str, short: bool = False) -> File:
+        """A file with this pipeline alone, to be submitted under another name. `short`: without default values."""
         with LogReader(self._reads.run_folder(lane)) as log:
             spec = log.header.get("spec") or {}
             files = [(note.source, note.resolved) for note in log.state().submitted]
         for source, resolved in (*reversed(files), (spec.get("source", ""), spec.get("resolved", ""))):
-            text = file_of_pipeline(resolved, name)
+            text = file_of_pipeline(resolved, name, is_short=short)
             if text is not None:
                 return File(source=str(source), text=text)
         raise ProblemError(404, f"its log keeps no file of {name[:80]}", accepted="a pipeline that came with a file")

@@ -6,6 +6,8 @@ import "uplot/dist/uPlot.min.css";
 import { type Marks, bothTimes, tickInDay, ticksOf } from "./clock";
 import { onTheme, themeColours } from "./colours";
 import { useShown } from "./lane";
+import { areFlat } from "./noise";
+import { Term } from "./parts";
 import { figure, metricName } from "./words";
 
 type Values = (number | null)[];
@@ -63,10 +65,20 @@ export function Chart(props: Props) {
   return (
     <section class="chart">
       <h3>
-        <b title={props.title}>{metricName(props.title)}</b> <span ref={reading}>{figure(props.curve.y.findLast((value) => value !== null))}</span>
+        <b title={props.title}>{/stale/.test(props.title) ? <Term word="staleness">{metricName(props.title)}</Term> : metricName(props.title)}</b> <span ref={reading}>{figure(props.curve.y.findLast((value) => value !== null))}</span>
       </h3>
+      {areFlat([props.curve]) && <Flat />}
       <div ref={box} />
     </section>
+  );
+}
+
+/** Below the title of a curve that says nothing. */
+function Flat() {
+  return (
+    <p class="flat" title="The means of its quarters differ by no more than the changes from step to step explain.">
+      flat within noise
+    </p>
   );
 }
 
@@ -188,6 +200,7 @@ export function Overlay({ title, runs }: { title: string; runs: readonly Run[] }
       <h3>
         <b title={title}>{metricName(title)}</b> <span>{runs.length <= 4 ? runs.map(last).join(" · ") : ""}</span>
       </h3>
+      {areFlat(runs.map(({ curve }) => curve)) && <Flat />}
       <div ref={box} />
     </section>
   );

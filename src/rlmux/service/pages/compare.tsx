@@ -7,10 +7,12 @@ import { type Curve, type Run, Constants, More, Overlay, RunKey, constantOf } fr
 import { NUM_COLOURS } from "./colours";
 import { Trouble } from "./frame";
 import { useShown, of } from "./lane";
+import { areFlat, flatLast } from "./noise";
 import { address, amend, usePlace } from "./place";
 import { promiseWord } from "./promises";
 import type { Page } from "./kinds";
 import type { Compared, ComparedPipeline, Metrics, Pipeline } from "./shapes";
+import { Table, type Column } from "./table";
 import { NONE, count, firstMetrics, percent, reward, seconds, times } from "./words";
 
 export const MAX_COMPARED = 20;
@@ -99,54 +101,45 @@ function Figures({ compared: { items, differs }, looks }: { compared: Compared; 
     ["reward, first", (row) => reward(row.reward_first)],
     ["reward, last", (row) => reward(row.reward_last)],
     ["a step takes", (row) => seconds(row.step_s_mean)],
-    ["slower than alone", (row) => times(row.step_slowdown)],
+    ["slowdown", (row) => times(row.step_slowdown)],
     ["tokens", (row) => count(row.tokens)],
     ["weights, shared or alone", (row) => promiseWord(row.promise)],
   ];
   const [first, second] = items;
   const change = (before: number | null | undefined, after: number | null | undefined) => (before && after != null ? percent(after / before - 1) : "");
   const changes: Record<string, string> = { "a step takes": change(first?.step_s_mean, second?.step_s_mean), tokens: change(first?.tokens, second?.tokens) };
-  const isOfTwo = items.length === 2;
+  const rows: Side[] = [
+    ...lines.map(([title, read]) => ({ title, values: items.map(read), change: changes[title] ?? "", isKey: false })),
+    ...Object.entries(differs).map(([title, values]) => ({ title, values: values.map((value) => (value === null ? NONE : String(value))), change: "", isKey: true })),
+  ];
+  const columns: Column<Side>[] = [
+    { id: "what", title: "", paint: (row) => (row.isKey ? "mono" : ""), cell: (row) => row.title },
+    ...looks.map((look, place): Column<Side> => ({ id: `of${place}`, title: <LookName look={look} />, kind: "number", cell: (row) => row.values[place] })),
+    ...(items.length === 2 ? [{ id: "change", title: "second against first", kind: "number muted", cell: (row: Side) => row.change }] : []),
+  ];
   return (
-    <div class="scroll">
-      <table class="compared">
-        <thead>
-          <tr>
-            <th />
-            {looks.map((look) => (
-              <th class="number">
-                <i class={`dot c${look.colour}`} />
-                {look.name}
-              </th>
-            ))}
-            {isOfTwo && <th class="number">second against first</th>}
-          </tr>
-        </thead>
-        <tbody>
-          {lines.map(([title, read]) => (
-            <tr>
-              <td>{title}</td>
-              {items.map((row) => (
-                <td class="number">{read(row)}</td>
-              ))}
-              {isOfTwo && <td class="number muted">{changes[title]}</td>}
-            </tr>
-          ))}
-        </tbody>
-        <tbody class="differs" aria-label="what differs in their files">
-          {Object.entries(differs).map(([key, values]) => (
-            <tr>
-              <td class="mono">{key}</td>
-              {values.map((value) => (
-                <td class="number">{value === null ? NONE : String(value)}</td>
-              ))}
-              {isOfTwo && <td />}
-            </tr>
-          ))}
-        </tbody>
-      </table>
+    <>
+      <Table name="compared" label="figures, and what differs in their files" class="compared" columns={columns} rows={rows} idOf={(row) => `${row.isKey} ${row.title}`} rowClass={(row) => (row.isKey ? "differs" : "")} />
       {Object.keys(differs).length === 0 && <p class="muted small">Nothing differs in what their files say of them.</p>}
-    </div>
+    </>
+  );
+}
+
+interface Side {
+  title: string;
+  values: string[];
+  /** Of the second against the first. */
+  change: string;
+  /** Whether it is a key of their files that differs. */
+  isKey: boolean;
+}
+
+function LookName({ look }: { look: Look }) {
+  return (
+    <>
+      <i class={`dot c${look.colour}`} />
+      {look.name}
+    </>
   );
 }
 
@@ -168,7 +161,9 @@ function Curves({ compared, looks, names }: { compared: Compared; looks: Look[];
   });
   if (charts.every(({ runs }) => runs.length < 2)) return <p class="empty">They have no metric in common.</p>;
   const [first, others] = firstMetrics(charts.filter(({ constant }) => constant === null).map(({ metric }) => metric));
-  const overlay = (metric: string) => <Overlay key={metric} title={metric} runs={charts.find((chart) => chart.metric === metric)?.runs ?? []} />;
+  const runsOf = (metric: string) => charts.find((chart) => chart.metric === metric)?.runs ?? [];
+  const isFlat = (metric: string) => areFlat(runsOf(metric).map(({ curve }) => curve));
+  const overlay = (metric: string) => <Overlay key={metric} title={metric} runs={runsOf(metric)} />;
   return (
     <>
       {hasSeeds && (
@@ -177,9 +172,9 @@ function Curves({ compared, looks, names }: { compared: Compared; looks: Look[];
         </label>
       )}
       <RunKey runs={looksOfGroups} />
-      <div class="charts">{first.map(overlay)}</div>
+      <div class="charts">{flatLast(first, isFlat).map(overlay)}</div>
       <More count={others.length}>
-        <div class="charts">{others.map(overlay)}</div>
+        <div class="charts">{flatLast(others, isFlat).map(overlay)}</div>
       </More>
       <Constants values={charts.map(({ metric, constant }) => [metric, constant])} />
     </>

@@ -1,4 +1,5 @@
 // Fleet, the first page: is the hardware working, which pipeline is in trouble, what does each device do now.
+import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import { post, useData } from "./api";
 import { paintOf } from "./colours";
@@ -7,12 +8,12 @@ import { Trouble } from "./frame";
 import { GroupSums } from "./groups";
 import { colourOf, of, useShown } from "./lane";
 import { announce } from "./live";
-import { Dot, PipelineName, Spark, Tiles, When } from "./parts";
+import { Dot, PipelineName, Spark, StepOf, Tiles, When } from "./parts";
 import { address, amend, usePlace } from "./place";
 import { KINDS, type Kind, type Page } from "./kinds";
 import type { Alert, Charge, Device, Happening, Hardware, Lane, Pipeline } from "./shapes";
 import { Table, type Column } from "./table";
-import { count, percent, reward, seconds, size, stageName, times } from "./words";
+import { TERMS, count, percent, reward, seconds, size, stageName, times } from "./words";
 
 const MANY_DEVICES = 200;
 
@@ -75,12 +76,12 @@ function Figures({ lane }: { lane: Lane }) {
   return (
     <Tiles
       tiles={[
-        ...KINDS.map((kind) => [kind, share(kind)] as const),
+        ...KINDS.map((kind) => (kind === "bubble" ? ([kind, share(kind), "bubble"] as const) : ([kind, share(kind)] as const))),
         ["pipelines", states.length ? states.map(([state, many]) => <span key={state}>{many}<small>{state} </small></span>) : "0"],
         ["makespan", seconds(lane.makespan_s)],
         ["switches", count(lane.num_switches)],
         ...(lane.num_migrations ? [["migrations", `${count(lane.num_tail_migrations)} tails, ${count(lane.num_migrations - lane.num_tail_migrations)} shards`] as const] : []),
-        ...(lane.slo_attainment !== null ? [["SLOs kept", percent(lane.slo_attainment)] as const] : []),
+        ...(lane.slo_attainment !== null ? [["SLOs kept", percent(lane.slo_attainment), "accepts"] as const] : []),
         ["control overhead", percent(lane.control_overhead)],
         ...(lane.host_memory ? [["host memory", `${percent(lane.host_memory.used_bytes / lane.host_memory.bytes)} of ${size(lane.host_memory.bytes)}`] as const] : []),
       ]}
@@ -123,81 +124,74 @@ function NeedsYou({ rows, failed, alerts }: { rows: Pipeline[]; failed: Pipeline
   // The list has the last 50 at most; the lane's own counts have all, those that were seen included.
   const numFailed = unseen.length < MOST_LISTED ? unseen.length : (lane.pipelines.failed ?? 0) + (lane.pipelines.refused ?? 0);
   if (unseen.length + slow.length + alerts.length + waiting === 0) return null;
+  const rowsOf = [...alerts.map(needOfAlert), ...[...unseen.slice(0, MOST_FAILED), ...slow].map(needOf)];
   return (
     <>
       <h2>Needs you</h2>
-      <table>
-        <tbody>
-          {alerts.map((alert) => (
-            <AlertRow key={`${alert.pipeline} ${alert.rule}`} alert={alert} />
-          ))}
-          {[...unseen.slice(0, MOST_FAILED), ...slow].map((row) => (
-            <tr key={row.name}>
-              <td>
-                <PipelineName name={row.name} />
-              </td>
-              <td class={`state ${row.status}`}>{row.status === "running" ? "over its SLO" : row.status}</td>
-              <td>{row.reason || (row.keeps_slo === false ? `${times(row.step_slowdown)} slower than alone, SLO ${times(row.slo_slowdown)}` : "")}</td>
-            </tr>
-          ))}
+      {rowsOf.length > 0 && <Table name="needs" label="needs you" class="needs" columns={NEEDS} rows={rowsOf} idOf={(row) => row.id} />}
+      {(unseen.length > 0 || waiting > 0) && (
+        <p class="toolbar small">
+          {unseen.length > MOST_FAILED && <a href={address("/pipelines", { status: "failed", sort: "-ended_s" })}>{count(numFailed - MOST_FAILED)} failed before these</a>}
           {unseen.length > 0 && (
-            <tr>
-              <td colSpan={3}>
-                {unseen.length > MOST_FAILED && (
-                  <>
-                    <a href={address("/pipelines", { status: "failed", sort: "-ended_s" })}>
-                      {count(numFailed - MOST_FAILED)} failed before these
-                    </a>{" "}
-                    ·{" "}
-                  </>
-                )}
-                <button class="link small" onClick={() => setSeen(Math.max(...unseen.map(endOf)))}>
-                  I have seen what failed
-                </button>
-              </td>
-            </tr>
+            <button class="link small" onClick={() => setSeen(Math.max(...unseen.map(endOf)))}>
+              I have seen what failed
+            </button>
           )}
-          {waiting > 0 && (
-            <tr>
-              <td colSpan={3}>
-                <a href={address("/queue")}>{waiting === 1 ? "1 pipeline waits" : `${count(waiting)} pipelines wait`}</a>
-              </td>
-            </tr>
-          )}
-        </tbody>
-      </table>
+          {waiting > 0 && <a href={address("/queue")}>{waiting === 1 ? "1 pipeline waits" : `${count(waiting)} pipelines wait`}</a>}
+        </p>
+      )}
     </>
   );
 }
 
-function AlertRow({ alert }: { alert: Alert }) {
+interface Need {
+  id: string;
+  pipeline: string | null;
+  /** The class of its state: `failed`, `critical`. */
+  state: string;
+  words: string;
+  why: ComponentChildren;
+}
+
+const NEEDS: readonly Column<Need>[] = [
+  { id: "pipeline", title: "pipeline", value: (need) => need.pipeline, cell: (need) => (need.pipeline === null ? "the run" : <PipelineName name={need.pipeline} />) },
+  { id: "state", title: "state", value: (need) => need.words, paint: (need) => `state ${need.state}`, cell: (need) => need.words },
+  { id: "why", title: "why", kind: "reason", cell: (need) => need.why },
+];
+
+function needOf(row: Pipeline): Need {
+  const isSlow = row.status === "running";
+  const why = row.reason || (row.keeps_slo === false ? `${times(row.step_slowdown)} slower than alone, SLO ${times(row.slo_slowdown)}` : "");
+  return { id: row.name, pipeline: row.name, state: row.status, words: isSlow ? "over its SLO" : row.status, why };
+}
+
+function needOfAlert(alert: Alert): Need {
+  const rule = alert.rule.replaceAll("_", " ");
+  return { id: `${alert.pipeline} ${alert.rule}`, pipeline: alert.pipeline, state: alert.level, words: `${alert.level}: ${rule}`, why: <AlertText alert={alert} /> };
+}
+
+function AlertText({ alert }: { alert: Alert }) {
   const { lane } = useShown();
   return (
-    <tr>
-      <td>{alert.pipeline === null ? "the run" : <PipelineName name={alert.pipeline} />}</td>
-      <td class={`state ${alert.level}`}>
-        {alert.level}: {alert.rule.replaceAll("_", " ")}
-      </td>
-      <td>
-        {alert.text}
-        {alert.step !== null && alert.pipeline !== null && (
-          <>
-            {" "}
-            <a href={address(`/pipelines/${of(lane.name, alert.pipeline)}`, { tab: "samples", step: String(alert.step) })}>since step {alert.step}</a>
-          </>
-        )}
-        <span class="muted"> {alert.advice}</span>{" "}
-        {alert.acknowledged ? (
-          <span class="muted small" title={alert.acknowledged.at}>
-            seen by {alert.acknowledged.by}
-          </span>
-        ) : (
-          <button class="link small" onClick={() => void seen(lane.name, alert)} aria-label={`${alert.rule.replaceAll("_", " ")}: seen`}>
-            seen
-          </button>
-        )}
-      </td>
-    </tr>
+    <>
+      {alert.text}
+      {alert.step !== null && alert.pipeline !== null && (
+        <>
+          {" "}
+          <a href={address(`/pipelines/${of(lane.name, alert.pipeline)}`, { tab: "samples", step: String(alert.step) })}>since step {alert.step}</a>
+        </>
+      )}
+      <span class="muted"> {alert.advice}</span>{" "}
+      {alert.acknowledged ? (
+        <span class="muted small" title={alert.acknowledged.at}>
+          seen by {alert.acknowledged.by}
+        </span>
+      ) : (
+        <button class="link small" onClick={() => void seen(lane.name, alert)} aria-label={`${alert.rule.replaceAll("_", " ")}: seen`}>
+          seen
+        </button>
+      )}
+    </>
   );
 }
 
@@ -242,40 +236,46 @@ function Charges({ charges }: { charges: Charge[] }) {
           <i class={row.paint} title={`${row.name === OTHERS ? "others" : row.name}: ${seconds(row.all_s)}`} style={{ width: `${(100 * row.all_s) / whole_s}%` }} />
         ))}
       </div>
-      <div class="scroll">
-        <table class="charges">
-          <thead>
-            <tr>
-              <th>of all device-seconds</th>
-              <th class="number">in all</th>
-              {COLUMNS.map((title) => (
-                <th class="number">{title}</th>
-              ))}
-            </tr>
-          </thead>
-          <tbody>
-            {rows.map((row) => (
-              <tr key={row.name}>
-                <td>
-                  {row.isPipeline && row.name !== OTHERS ? <PipelineName name={row.name} /> : <><i class={`swatch ${row.paint}`} />{row.name === OTHERS ? `${count(num_others)} others` : row.name}</>}
-                </td>
-                <td class="number">{percent(row.all_s / whole_s)}</td>
-                {row.seconds.map((spent_s, column) => (
-                  <td class="number">
-                    {spent_s > 0 && (
-                      <span class="tinted">
-                        <i class={column === 0 ? row.paint : column === 1 ? "f-switch" : "f-wait"} style={{ opacity: String(0.12 + 0.6 * Math.min(1, (4 * spent_s) / whole_s)) }} />
-                        {percent(spent_s / whole_s)}
-                      </span>
-                    )}
-                  </td>
-                ))}
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table name="charges" label="device-seconds by pipeline" class="charges" columns={chargeColumns(whole_s, num_others)} rows={rows} idOf={(row) => row.name} />
     </>
+  );
+}
+
+function chargeColumns(whole_s: number, num_others: number): readonly Column<ChargedRow>[] {
+  const paint = (row: ChargedRow, place: number) => (place === 0 ? row.paint : place === 1 ? "f-switch" : "f-wait");
+  return [
+    {
+      id: "name",
+      title: "of all device-seconds",
+      value: (row) => row.name,
+      cell: (row) =>
+        row.isPipeline && row.name !== OTHERS ? (
+          <PipelineName name={row.name} />
+        ) : (
+          <>
+            <i class={`swatch ${row.paint}`} />
+            {row.name === OTHERS ? `${count(num_others)} others` : row.name}
+          </>
+        ),
+    },
+    { id: "all", title: "in all", kind: "number", value: (row) => row.all_s, cell: (row) => percent(row.all_s / whole_s) },
+    ...COLUMNS.map((title, place): Column<ChargedRow> => ({
+      id: title.replaceAll(" ", "_"),
+      title,
+      kind: "number",
+      value: (row) => row.seconds[place],
+      cell: (row) => <Tinted part={(row.seconds[place] ?? 0) / whole_s} paint={paint(row, place)} />,
+    })),
+  ];
+}
+
+function Tinted({ part, paint }: { part: number; paint: string }) {
+  if (part <= 0) return null;
+  return (
+    <span class="tinted">
+      <i class={paint} style={{ opacity: String(0.12 + 0.6 * Math.min(1, 4 * part)) }} />
+      {percent(part)}
+    </span>
   );
 }
 
@@ -341,57 +341,51 @@ function Shares({ seconds: by, whole_s }: { seconds: Record<Kind, number>; whole
   );
 }
 
+interface Pool {
+  name: string;
+  devices: number;
+  busy: number;
+  seconds: Record<Kind, number>;
+}
+
+const POOLS: readonly Column<Pool>[] = [
+  { id: "pool", title: "pool", kind: "name", value: (pool) => pool.name, cell: (pool) => pool.name },
+  { id: "devices", title: "devices", kind: "number", value: (pool) => pool.devices, cell: (pool) => count(pool.devices) },
+  { id: "busy", title: "busy now", kind: "number", value: (pool) => pool.busy, cell: (pool) => count(pool.busy) },
+  { id: "time", title: "its time", cell: (pool) => <Shares seconds={pool.seconds} whole_s={KINDS.reduce((sum, kind) => sum + pool.seconds[kind], 0)} /> },
+];
+
 /** Too many devices for a cell each: a row for each pool. */
 function Pools({ devices }: { devices: Device[] }) {
-  const pools = [...new Set(devices.map((device) => device.pool))];
-  return (
-    <table>
-      <tbody>
-        {pools.map((pool) => {
-          const members = devices.filter((device) => device.pool === pool);
-          const sums = Object.fromEntries(KINDS.map((kind) => [kind, members.reduce((sum, each) => sum + each.seconds[kind], 0)])) as Record<Kind, number>;
-          return (
-            <tr key={pool}>
-              <td class="name">{pool}</td>
-              <td class="muted">{members.length} devices, {members.filter((each) => each.kind === "busy").length} busy now</td>
-              <td>
-                <Shares seconds={sums} whole_s={KINDS.reduce((sum, kind) => sum + sums[kind], 0)} />
-              </td>
-            </tr>
-          );
-        })}
-      </tbody>
-    </table>
-  );
+  const pools = [...new Set(devices.map((device) => device.pool))].map((name): Pool => {
+    const members = devices.filter((device) => device.pool === name);
+    const seconds = Object.fromEntries(KINDS.map((kind) => [kind, members.reduce((sum, each) => sum + each.seconds[kind], 0)])) as Record<Kind, number>;
+    return { name, devices: members.length, busy: members.filter((each) => each.kind === "busy").length, seconds };
+  });
+  return <Table name="pools" label="pools" columns={POOLS} rows={pools} idOf={(pool) => pool.name} />;
 }
+
+const BRIEF: readonly Column<Pipeline>[] = [
+  { id: "name", title: "name", value: (row) => row.name, cell: (row) => <PipelineName name={row.name} /> },
+  { id: "status", title: "state", value: (row) => row.doing || row.status, paint: (row) => `state ${row.status}`, cell: (row) => row.doing || row.status },
+  { id: "step", title: "step", kind: "number", value: (row) => row.step, cell: (row) => <StepOf row={row} /> },
+  { id: "reward", title: "reward", kind: "number", value: (row) => row.reward_last, cell: (row) => reward(row.reward_last) },
+  { id: "slowdown", title: "slowdown", about: TERMS.slowdown, kind: "number", value: (row) => row.step_slowdown, cell: (row) => times(row.step_slowdown) },
+];
 
 function Brief({ rows }: { rows: Pipeline[] }) {
   const { lane } = useShown();
   const shown = rows.slice(0, Math.max(12, Math.min(24, rows.filter((row) => row.status === "running").length)));
   const num_all = Object.values(lane.pipelines).reduce((sum, many) => sum + many, 0);
   return (
-    <table>
-      <tbody>
-        {shown.map((row) => (
-          <tr key={row.name}>
-            <td>
-              <PipelineName name={row.name} />
-            </td>
-            <td class={`state ${row.status}`}>{row.doing || row.status}</td>
-            <td class="number">step {row.step}{row.num_steps ? ` of ${row.num_steps}` : ""}</td>
-            <td class="number">reward {reward(row.reward_last)}</td>
-            <td class="number">{row.step_slowdown === null ? "" : `${times(row.step_slowdown)} slower than alone`}</td>
-          </tr>
-        ))}
-        {num_all > shown.length && (
-          <tr>
-            <td colSpan={5}>
-              <a href={address("/pipelines", { sort: "active" })}>all {count(num_all)}</a>
-            </td>
-          </tr>
-        )}
-      </tbody>
-    </table>
+    <>
+      <Table name="brief" label="pipelines" columns={BRIEF} rows={shown} idOf={(row) => row.name} />
+      {num_all > shown.length && (
+        <p class="small">
+          <a href={address("/pipelines", { sort: "active" })}>all {count(num_all)}</a>
+        </p>
+      )}
+    </>
   );
 }
 

@@ -16,7 +16,7 @@ export function keyInWords(by: string, key: string): string {
 
 /** Where a group's pipelines are listed: under the filters of the address, and its own. */
 function placeOf(by: string, key: string, query: URLSearchParams): string {
-  const kept = Object.fromEntries([...query].filter(([name]) => !["group", "by", "sort", "columns", "groups.sort", "lane"].includes(name)));
+  const kept = Object.fromEntries([...query].filter(([name]) => !["group", "by", "sort", "columns", "groups.sort", "removed", "lane"].includes(name)));
   return address("/pipelines", { ...kept, ...(by === "day" ? { since: key, until: key } : { [by]: key }) });
 }
 

@@ -1,10 +1,11 @@
 // Small pieces that several pages draw: a pipeline's name with its colour, figures in a row, a sparkline, a stacked bar.
 import type { ComponentChildren } from "preact";
+import { useId } from "preact/hooks";
 import { timeOfDay } from "./clock";
 import { LEGEND, type Paint } from "./colours";
 import { colourOf, of, useShown } from "./lane";
 import { address } from "./place";
-import { NONE, count, percent, seconds } from "./words";
+import { NONE, TERMS, type TermName, count, percent, seconds } from "./words";
 
 export function PipelineName({ name }: { name: string }) {
   const { lane, pipelines } = useShown();
@@ -24,16 +25,57 @@ export function PipelineName({ name }: { name: string }) {
   );
 }
 
-/** A second of the run: its time of day, then the time since the run began. */
-export function When({ at_s }: { at_s: number | null | undefined }) {
+/** A second of the run: its time of day, then the time since the run began; the second under the pointer where it is short. */
+export function When({ at_s, isShort = false }: { at_s: number | null | undefined; isShort?: boolean }) {
   const { lane } = useShown();
   if (at_s == null) return <>{NONE}</>;
   const day = timeOfDay(lane.clock, at_s);
+  if (isShort) return <span class="nowrap" title={`${seconds(at_s)} after the run's begin`}>{day.replace(/:\d\d$/, "") || seconds(at_s)}</span>;
   return (
     <span class="nowrap">
       {day}
       {day ? <span class="muted"> · {seconds(at_s)}</span> : seconds(at_s)}
     </span>
+  );
+}
+
+/** A word, and one sentence that says what it means: under the pointer, by Enter, by a tap. */
+export function Term({ word, children }: { word: TermName; children?: ComponentChildren }) {
+  return (
+    <Explained words={TERMS[word]} kind="term">
+      {children ?? word.replaceAll("_", " ")}
+    </Explained>
+  );
+}
+
+/** A button with a sentence; in the top layer, as a table would cut it. */
+export function Explained({ words, kind, label, children }: { words: string; kind: string; label?: string; children: ComponentChildren }) {
+  const id = useId();
+  const place = (event: MouseEvent) => {
+    const { left, bottom } = (event.currentTarget as HTMLElement).getBoundingClientRect();
+    const box = document.getElementById(id);
+    box?.style.setProperty("left", `${Math.max(8, Math.min(left, innerWidth - 308))}px`);
+    box?.style.setProperty("top", `${bottom + 5}px`);
+  };
+  return (
+    <>
+      <button type="button" class={kind} title={words} {...(label ? { "aria-label": label } : {})} {...{ popovertarget: id }} onClick={place}>
+        {children}
+      </button>
+      <span id={id} class="explained" {...{ popover: "auto" }} role="note">
+        {words}
+      </span>
+    </>
+  );
+}
+
+/** Its step, of how many. */
+export function StepOf({ row: { step, num_steps } }: { row: { step: number; num_steps: number | null } }) {
+  return (
+    <>
+      {count(step)}
+      {num_steps !== null && <span class="muted">/{count(num_steps)}</span>}
+    </>
   );
 }
 
@@ -55,12 +97,12 @@ export function Dot({ name, pipelines }: { name: string; pipelines: readonly str
   return <i class={`dot c${colourOf(pipelines, name)}`} />;
 }
 
-export function Tiles({ tiles }: { tiles: readonly (readonly [string, ComponentChildren])[] }) {
+export function Tiles({ tiles }: { tiles: readonly (readonly [string, ComponentChildren, TermName?])[] }) {
   return (
     <dl class="tiles">
-      {tiles.map(([name, figure]) => (
+      {tiles.map(([name, figure, term]) => (
         <div key={name}>
-          <dt>{name}</dt>
+          <dt>{term ? <Term word={term}>{name}</Term> : name}</dt>
           <dd>{figure}</dd>
         </div>
       ))}
@@ -136,7 +178,7 @@ export function Legend({ names, more, paints }: { names: readonly string[]; more
       {LEGEND.filter(([paint]) => !paints || paints.has(paint)).map(([paint, words]) => (
         <span key={paint}>
           <i class={`f-${paint}`} />
-          {words}
+          {paint === "held" ? <Term word="held_back">{words}</Term> : words}
         </span>
       ))}
     </div>

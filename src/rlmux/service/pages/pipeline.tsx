@@ -9,18 +9,20 @@ import { Trouble } from "./frame";
 import { useKeys } from "./keys";
 import { colourOf, of, useShown } from "./lane";
 import { Log } from "./log";
-import { Dot, Labels, Tiles, When } from "./parts";
+import { Dot, Labels, Term, Tiles, When } from "./parts";
 import { address, amend, go, usePlace } from "./place";
 import type { Page } from "./kinds";
 import type { Detail, File, Metrics, Step, Tries } from "./shapes";
+import { areFlat, flatLast } from "./noise";
 import { Samples } from "./samples";
+import { ColumnMenu, Table, type Column } from "./table";
 import { hours, quotaInWords, shareInWords, useUsage } from "./shares";
 import { Waits } from "./waits";
 import { draft } from "./draft";
 import { promiseTitle, promiseWord } from "./promises";
 import { Causes } from "./causes";
 import { Weights } from "./weights";
-import { count, firstMetrics, percent, removedInWords, reward, seconds, stageName, times, tryInWords } from "./words";
+import { TERMS, count, firstMetrics, percent, removedInWords, reward, seconds, stageName, times, tryInWords } from "./words";
 
 const TABS = [
   ["curves", "Curves"],
@@ -110,7 +112,7 @@ function CloneLink({ path, name }: { path: string; name: string }) {
   const { lane } = useShown();
   if (!lane.takes_submissions) return null;
   const clone = async () => {
-    const file = await get<File>(`${path}/file`);
+    const file = await get<File>(`${path}/file?short=true`);
     draft(file.text.replace(/^( *-? *name: ).*$/m, `$1${name}-2`), `${name}-2.yaml`);
     go(address("/queue"));
   };
@@ -124,6 +126,7 @@ function TriesOf({ tries }: { tries: Tries }) {
       <summary>
         {tryInWords(tries)}, after: {tries.failures.at(-1)?.reason || "a failure"}
       </summary>
+      <p class="muted">{TERMS.try}</p>
       <ol>
         {tries.failures.map((failure) => (
           <li>
@@ -136,11 +139,14 @@ function TriesOf({ tries }: { tries: Tries }) {
 }
 
 function FileOf({ path, lane }: { path: string; lane: string }) {
-  const file = useData<File>(`${path}/file`, [`lane:${lane}`]);
+  const isWhole = usePlace().query.get("defaults") === "1";
+  const file = useData<File>(`${path}/file${isWhole ? "" : "?short=true"}`, [`lane:${lane}`]);
   if (!file.value) return <Trouble error={file.error} />;
   return (
     <>
-      <p class="muted small">its part of {file.value.source}</p>
+      <p class="muted small">
+        its part of {file.value.source} · <label><input type="checkbox" checked={isWhole} onChange={() => amend({ defaults: isWhole ? null : "1" })} /> with every default value</label>
+      </p>
       <pre class="text">{file.value.text}</pre>
     </>
   );
@@ -167,10 +173,10 @@ function Figures({ detail }: { detail: Detail }) {
         ["step", <>{count(detail.step)}{detail.num_steps !== null && <small>of {count(detail.num_steps)}</small>}</>],
         ["reward", <>{reward(detail.reward_last)}<small>from {reward(detail.reward_first)}</small></>],
         ["a step takes", seconds(detail.step_s_mean)],
-        ["slower than alone", <><a href={address(location.pathname, { tab: "time" })} title="why">{times(detail.step_slowdown)}</a>{detail.slo_slowdown !== null && <small>SLO {times(detail.slo_slowdown)}</small>}</>],
+        ["slowdown", <><a href={address(location.pathname, { tab: "time" })} title="why">{times(detail.step_slowdown)}</a>{detail.slo_slowdown !== null && <small><Term word="accepts">accepts</Term> {times(detail.slo_slowdown)}</small>}</>, "slowdown"],
         ...boundTiles(detail),
         ["tokens", count(detail.tokens)],
-        ["promise: shared or alone", <span title={promiseTitle(detail.promise)}>{promiseWord(detail.promise)}</span>],
+        ["promise: shared or alone", <span title={promiseTitle(detail.promise)}>{promiseWord(detail.promise)}</span>, "promise"],
         ["weights", <span class="mono" title={detail.weights_sha256 ?? ""}>{detail.weights_sha256?.slice(0, 12) ?? "–"}</span>],
       ]}
     />
@@ -216,6 +222,7 @@ function Curves({ path, lane, colour }: { path: string; lane: string; colour: nu
   const { names, series } = metrics.value;
   if (names.length === 0) return <p class="empty">No step has ended yet.</p>;
   const [first, others] = firstMetrics(names.filter((metric) => series[metric] && constantOf(series[metric]) === null));
+  const isFlat = (metric: string) => series[metric] !== undefined && areFlat([series[metric]]);
   const chart = (metric: string) => {
     const curve = series[metric];
     return curve && <Chart key={metric} title={metric} curve={curve} colour={colour} unit={x === "step" ? "step" : "s"} smoothing={smoothing} cursor={path} />;
@@ -240,12 +247,12 @@ function Curves({ path, lane, colour }: { path: string; lane: string; colour: nu
         </label>
         {metrics.value.steps > 800 && <span class="muted small">each point is several of {count(metrics.value.steps)} steps: mean, with lowest and highest</span>}
       </div>
-      <div class="charts">{first.map(chart)}</div>
+      <div class="charts">{flatLast(first, isFlat).map(chart)}</div>
       <More count={others.length}>
         {sectioned(others).map(([title, members]) => (
           <section key={title}>
             <h2>{title}</h2>
-            <div class="charts">{members.map(chart)}</div>
+            <div class="charts">{flatLast(members, isFlat).map(chart)}</div>
           </section>
         ))}
       </More>
@@ -308,13 +315,52 @@ function sums(step: Step): string {
   return found.flatMap(([name, sum]) => (sum ? [`${name} ${sum}`] : [])).join(", ");
 }
 
-/** The weights that sampled a step: marked where they are not those that were trained. */
-function Delivered({ step: { delivery } }: { step: Step }) {
-  if (!delivery) return <td class="number">-</td>;
+const DELIVERY = "The weights that sampled the step: their version, their checksum against the trainer's, and the largest log-prob gap.";
+
+function stepColumns(stages: readonly string[]): readonly Column<Step>[] {
+  return [
+    { id: "step", title: "step", kind: "number", value: (step) => step.step, cell: (step) => step.step },
+    {
+      id: "ended",
+      title: "ended",
+      kind: "number",
+      value: (step) => step.end_s,
+      cell: (step) => (
+        <a href={address("/timeline", { t0: String(Math.max(0, step.end_s - step.seconds)), t1: String(step.end_s) })}>
+          <When at_s={step.end_s} />
+        </a>
+      ),
+    },
+    { id: "took", title: "took", kind: "number", value: (step) => step.seconds, cell: (step) => seconds(step.seconds) },
+    { id: "slowdown", title: "slowdown", kind: "number", about: TERMS.slowdown, value: (step) => step.slowdown, cell: (step) => times(step.slowdown) },
+    { id: "reward", title: "reward", kind: "number", value: (step) => step.metrics.reward_mean, cell: (step) => reward(step.metrics.reward_mean) },
+    ...stages.map((stage): Column<Step> => ({ id: stage, title: stageName(stage), kind: "number", value: (step) => step.stages[stage], cell: (step) => seconds(step.stages[stage]) })),
+    { id: "weights", title: "weights", kind: "mono", tip: sums, cell: (step) => (step.weights_checksum ?? step.weights_sha256)?.slice(0, 12) },
+    {
+      id: "delivery",
+      title: "delivery",
+      kind: "number",
+      about: DELIVERY,
+      value: (step) => step.delivery?.text,
+      paint: (step) => (step.delivery && !step.delivery.is_ok ? "bad" : ""),
+      tip: (step) => step.delivery?.says,
+      cell: (step) => step.delivery?.text ?? "-",
+    },
+  ];
+}
+
+/** The head over the columns of stages. */
+function overStages(columns: readonly Column<Step>[], stages: readonly string[]) {
+  const [first, many] = [columns.findIndex((column) => stages.includes(column.id)), columns.filter((column) => stages.includes(column.id)).length];
+  if (many === 0) return null;
   return (
-    <td class={delivery.is_ok ? "number" : "number bad"} title={delivery.says}>
-      {delivery.text}
-    </td>
+    <tr>
+      {first > 0 && <td colSpan={first} />}
+      <th class="number over" colSpan={many} scope="colgroup">
+        time by stage
+      </th>
+      {columns.length > first + many && <td colSpan={columns.length - first - many} />}
+    </tr>
   );
 }
 
@@ -331,52 +377,14 @@ function Steps({ path, lane }: { path: string; lane: string }) {
     setFurther([...further, ...page.items]);
     setNext(page.next);
   };
+  const columns = stepColumns(stages);
   return (
-    <div class="scroll">
-      {cursor && <button onClick={more}>Later steps</button>}
-      <table>
-        <thead>
-          {stages.length > 0 && (
-            <tr>
-              <td colSpan={5} />
-              <th class="number over" colSpan={stages.length} scope="colgroup">
-                time by stage
-              </th>
-              <td colSpan={2} />
-            </tr>
-          )}
-          <tr>
-            <th class="number">step</th>
-            <th class="number">ended</th>
-            <th class="number">took</th>
-            <th class="number">slower than alone</th>
-            <th class="number">reward</th>
-            {stages.map((stage) => (
-              <th class="number">{stageName(stage)}</th>
-            ))}
-            <th>weights</th>
-            <th class="number" title="The weights that sampled the step: their version, their checksum against the trainer's, and the largest log-prob gap.">delivery</th>
-          </tr>
-        </thead>
-        <tbody>
-          {steps.reverse().map((step) => (
-            <tr key={step.step}>
-              <td class="number">{step.step}</td>
-              <td class="number">
-                <a href={address("/timeline", { t0: String(Math.max(0, step.end_s - step.seconds)), t1: String(step.end_s) })}><When at_s={step.end_s} /></a>
-              </td>
-              <td class="number">{seconds(step.seconds)}</td>
-              <td class="number">{times(step.slowdown)}</td>
-              <td class="number">{reward(step.metrics.reward_mean)}</td>
-              {stages.map((stage) => (
-                <td class="number">{seconds(step.stages[stage])}</td>
-              ))}
-              <td class="mono" title={sums(step)}>{(step.weights_checksum ?? step.weights_sha256)?.slice(0, 12)}</td>
-              <Delivered step={step} />
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
+    <>
+      <div class="toolbar">
+        <ColumnMenu name="steps" columns={columns} />
+        {cursor && <button onClick={more}>Later steps</button>}
+      </div>
+      <Table name="steps" label="steps" columns={columns} rows={steps.reverse()} idOf={(step) => String(step.step)} over={(shown) => overStages(shown, stages)} />
+    </>
   );
 }

@@ -7,12 +7,12 @@ import { GroupSums, NO_VALUE } from "./groups";
 import { colourOf, of, useShown } from "./lane";
 import { announce } from "./live";
 import { RetryButton, useActs, type Acts } from "./acts";
-import { Labels, PipelineName, Spark, When } from "./parts";
+import { Labels, PipelineName, Spark, StepOf, When } from "./parts";
 import { address, amend, go, usePlace } from "./place";
 import { promiseTitle, promiseWord } from "./promises";
 import type { Detail, FilterValue, LabelsSet, Pipeline, Pipelines as Listed } from "./shapes";
 import { ColumnMenu, Table, type Column } from "./table";
-import { count, reward, seconds, times, tryInWords } from "./words";
+import { TERMS, count, reward, seconds, times, tryInWords } from "./words";
 
 /** Filters with a menu of their values, as the server counts them: key, words before the values. */
 const MENUS: readonly (readonly [string, string])[] = [
@@ -38,6 +38,7 @@ export function Pipelines() {
   filters.sort();
   const list = new URLSearchParams(filters);
   list.set("sort", query.get("sort") || "active");
+  if (query.get("removed")) list.set("removed", "true");
   list.set("limit", by ? "1" : "100");
   const first = useData<Listed>(`/pipelines?${list}&facets=true`, [`pipeline:${lane.name}`]);
   const acts = useActs(lane.name);
@@ -72,6 +73,12 @@ export function Pipelines() {
           ))}
         </select>
         {!by && <ColumnMenu columns={columns} />}
+        {!by && (first.value?.num_removed || query.get("removed")) && (
+          <label class="small">
+            <input type="checkbox" checked={!!query.get("removed")} onChange={() => amend({ removed: query.get("removed") ? null : "1" })} /> removed ones too
+            {first.value?.num_removed ? ` (${count(first.value.num_removed)})` : ""}
+          </label>
+        )}
         {isFiltered && <ClearFilters />}
         {marked.length > 1 && <a href={address("/compare", { of: marked.join(",") })}>compare {marked.length}</a>}
         {isFiltered && first.value && <span class="muted small">{count(first.value.total)} of {count(Object.values(lane.pipelines).reduce((sum, many) => sum + many, 0))}</span>}
@@ -178,12 +185,7 @@ function useColumns({ marked, mark, tell }: Marks): readonly Column<Pipeline>[] 
       title: "step",
       kind: "number",
       value: true,
-      cell: (row) => (
-        <>
-          {count(row.step)}
-          {row.num_steps !== null && <span class="muted">/{count(row.num_steps)}</span>}
-        </>
-      ),
+      cell: (row) => <StepOf row={row} />,
     },
     {
       id: "reward_last",
@@ -197,8 +199,9 @@ function useColumns({ marked, mark, tell }: Marks): readonly Column<Pipeline>[] 
     },
     {
       id: "step_slowdown",
-      title: "slower than alone",
+      title: "slowdown",
       kind: "number",
+      about: `${TERMS.slowdown} After ≤: ${TERMS.accepts.replace("The largest", "the largest")}`,
       value: true,
       paint: (row) => (row.keeps_slo === false ? "bad" : ""),
       cell: (row) => (
@@ -211,13 +214,13 @@ function useColumns({ marked, mark, tell }: Marks): readonly Column<Pipeline>[] 
     { id: "eta_s", title: "left", kind: "number", value: true, cell: (row) => (row.status === "running" || row.status === "waiting" ? seconds(row.eta_s) : "") },
     { id: "project", title: "project", kind: "nowrap", value: true, cell: (row) => row.project },
     { id: "user", title: "user", kind: "nowrap", value: true, cell: (row) => row.user },
-    { id: "submitted_s", title: "submitted", value: true, cell: (row) => <When at_s={row.submitted_s} /> },
+    { id: "submitted_s", title: "submitted", value: true, cell: (row) => <When at_s={row.submitted_s} isShort /> },
     { id: "tokens", title: "tokens", kind: "number", value: true, cell: (row) => count(row.tokens) },
     { id: "step_s_mean", title: "step takes", kind: "number", value: true, isExtra: true, cell: (row) => seconds(row.step_s_mean) },
     { id: "task", title: "task", kind: "nowrap", value: true, isExtra: true, cell: (row) => row.task },
-    { id: "admitted_s", title: "admitted", value: true, isExtra: true, cell: (row) => <When at_s={row.admitted_s} /> },
-    { id: "ended_s", title: "ended", value: true, isExtra: true, cell: (row) => <When at_s={row.ended_s} /> },
-    { id: "promise", title: "weights, shared or alone", isExtra: true, tip: (row) => promiseTitle(row.promise), cell: (row) => promiseWord(row.promise) },
+    { id: "admitted_s", title: "admitted", value: true, isExtra: true, cell: (row) => <When at_s={row.admitted_s} isShort /> },
+    { id: "ended_s", title: "ended", value: true, isExtra: true, cell: (row) => <When at_s={row.ended_s} isShort /> },
+    { id: "promise", title: "promise", about: TERMS.promise, isExtra: true, tip: (row) => promiseTitle(row.promise), cell: (row) => promiseWord(row.promise) },
   ];
 }
 

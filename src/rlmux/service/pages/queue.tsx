@@ -9,7 +9,7 @@ import { Trouble } from "./frame";
 import { useKeys } from "./keys";
 import { of, useShown } from "./lane";
 import { announce } from "./live";
-import { PipelineName } from "./parts";
+import { PipelineName, Term } from "./parts";
 import { address, go } from "./place";
 import { clockTime } from "./clock";
 import type { Page } from "./kinds";
@@ -46,20 +46,16 @@ function Waits({ lane }: { lane: string }) {
   const acts = useActs(lane);
   const [chosen, setChosen] = useState<string | null>(null);
   const items = queue.value?.items ?? [];
-  const at = items.findIndex((one) => one.pipeline === chosen);
-  const one = items[at];
-  const choose = (place: number) => setChosen(items[Math.max(0, Math.min(items.length - 1, place))]?.pipeline ?? null);
+  const one = items.find((each) => each.pipeline === chosen);
+  const columns = waitingColumns({ lane, now_s: queue.value?.now_s ?? 0, chosen, choose: setChosen, acts });
   useEffect(() => {
     const timer = setInterval(() => announce(`queue:${lane}`), AGAIN_MS);
     return () => clearInterval(timer);
   }, [lane]);
   useKeys([
-    { keys: "j", does: "next row", run: () => choose(at + 1) },
-    { keys: "k", does: "row before", run: () => choose(at < 0 ? 0 : at - 1) },
     { keys: "h", does: "hold the row, or release it", run: () => one && acts.tell(one.pipeline, one.token === "held" ? "release" : "hold") },
     { keys: "r", does: "rank of the row", run: () => document.querySelector<HTMLInputElement>("tr.chosen input")?.focus() },
     { keys: "x", does: "cancel the row", run: () => document.querySelector<HTMLButtonElement>("tr.chosen .acts button:last-child")?.click() },
-    { keys: "Enter", does: "open the row", run: () => one && go(address(`/pipelines/${of(lane, one.pipeline)}`)) },
   ]);
   return (
     <>
@@ -74,25 +70,17 @@ function Waits({ lane }: { lane: string }) {
       )}
       {queue.value && items.length === 0 && <p class="muted">Nothing waits.</p>}
       {items.length > 0 && (
-        <div class="scroll">
-          <table class="queue">
-            <thead>
-              <tr>
-                <th class="number">place</th>
-                <th>name</th>
-                <th>waits because</th>
-                <th class="number">for</th>
-                <th>starts</th>
-                <th />
-              </tr>
-            </thead>
-            <tbody>
-              {items.map((each) => (
-                <Row key={each.pipeline} lane={lane} waiting={each} isChosen={each.pipeline === chosen} choose={() => setChosen(each.pipeline)} now_s={queue.value?.now_s ?? 0} acts={acts} />
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table
+          label="waiting"
+          class="queue"
+          columns={columns}
+          rows={items}
+          idOf={(each) => each.pipeline}
+          chosen={chosen}
+          onChosen={setChosen}
+          onRow={(each) => setChosen(each.pipeline)}
+          open={(each) => go(address(`/pipelines/${of(lane, each.pipeline)}`))}
+        />
       )}
       {(queue.value?.upcoming ?? []).map((each) => (
         <p class="muted small">
@@ -103,41 +91,61 @@ function Waits({ lane }: { lane: string }) {
   );
 }
 
-function Row({ lane, waiting, isChosen, choose, now_s, acts }: { lane: string; waiting: Waiting; isChosen: boolean; choose: () => void; now_s: number; acts: Acts }) {
-  const name = waiting.pipeline;
-  const isHeld = waiting.token === "held";
+interface Shown {
+  lane: string;
+  now_s: number;
+  chosen: string | null;
+  choose: (name: string) => void;
+  acts: Acts;
+}
+
+function waitingColumns({ lane, now_s, chosen, choose, acts }: Shown): readonly Column<Waiting>[] {
+  return [
+    { id: "place", title: "place", kind: "number", value: (each) => each.position || null, cell: (each) => each.position || "–" },
+    { id: "name", title: "name", value: (each) => each.pipeline, cell: (each) => <PipelineName name={each.pipeline} /> },
+    {
+      id: "because",
+      title: "waits because",
+      kind: "wide",
+      value: (each) => tokenInWords(each.token ?? ""),
+      cell: (each) => (
+        <>
+          <b>{each.token === "held" || each.token === "filler" ? <Term word={each.token}>{tokenInWords(each.token)}</Term> : tokenInWords(each.token ?? "")}</b>
+          {each.reason && <div class="why">{each.reason}</div>}
+          {each.pipeline === chosen ? (
+            <WouldStart lane={lane} name={each.pipeline} />
+          ) : (
+            <button class="link small" onClick={() => choose(each.pipeline)}>
+              what would start it now?
+            </button>
+          )}
+        </>
+      ),
+    },
+    { id: "waited", title: "for", kind: "number", value: (each) => each.waited_s, cell: (each) => seconds(each.waited_s) },
+    { id: "starts", title: "starts", cell: (each) => startInWords(each, now_s) },
+    { id: "acts", title: "", cell: (each) => <RowActs waiting={each} acts={acts} /> },
+  ];
+}
+
+function startInWords({ pipeline, first, starts_s, token }: Waiting, now_s: number): string {
+  if (first === pipeline) return starts_s == null ? "" : `in about ${seconds(Math.max(0, starts_s - now_s))}`;
+  return first && token !== "held" ? `after ${first}` : "";
+}
+
+function RowActs({ waiting: { pipeline, token }, acts }: { waiting: Waiting; acts: Acts }) {
+  const isHeld = token === "held";
   const rank = (event: Event) => {
     const field = event.currentTarget as HTMLInputElement;
-    if (field.value !== "" && Number.isInteger(Number(field.value))) acts.tell(name, "rank", { rank: Number(field.value) });
+    if (field.value !== "" && Number.isInteger(Number(field.value))) acts.tell(pipeline, "rank", { rank: Number(field.value) });
     field.value = "";
   };
   return (
-    <tr class={isChosen ? "chosen" : ""} onClick={choose} {...(isChosen ? { "aria-selected": true } : {})}>
-      <td class="number">{waiting.position || "–"}</td>
-      <td>
-        <PipelineName name={name} />
-      </td>
-      <td class="wide">
-        <b>{tokenInWords(waiting.token ?? "")}</b>
-        {waiting.reason && <div class="why">{waiting.reason}</div>}
-        {isChosen ? (
-          <WouldStart lane={lane} name={name} />
-        ) : (
-          <button class="link small" onClick={choose}>
-            what would start it now?
-          </button>
-        )}
-      </td>
-      <td class="number">{seconds(waiting.waited_s)}</td>
-      <td>{waiting.first === name && waiting.starts_s != null ? `in about ${seconds(Math.max(0, waiting.starts_s - now_s))}` : waiting.first && waiting.first !== name && !isHeld ? `after ${waiting.first}` : ""}</td>
-      <td>
-        <span class="acts">
-          <button onClick={() => acts.tell(name, isHeld ? "release" : "hold")}>{isHeld ? "Release" : "Hold"}</button>
-          <input type="number" step="1" placeholder="rank" aria-label={`rank of ${name}`} title="lower ones of one user are offered room first" onChange={rank} />
-          <CancelButton name={name} tell={acts.tell} />
-        </span>
-      </td>
-    </tr>
+    <span class="acts">
+      <button onClick={() => acts.tell(pipeline, isHeld ? "release" : "hold")}>{isHeld ? "Release" : "Hold"}</button>
+      <input type="number" step="1" placeholder="rank" aria-label={`rank of ${pipeline}`} title="lower ones of one user are offered room first" onChange={rank} />
+      <CancelButton name={pipeline} tell={acts.tell} />
+    </span>
   );
 }
 

@@ -7,6 +7,7 @@ import { visible } from "./log";
 import { TokenLegend, Tokens } from "./tokens";
 import { amend, usePlace } from "./place";
 import type { Found, Sample, Samples } from "./shapes";
+import { Table, type Column } from "./table";
 import { count, reward } from "./words";
 
 const FILTERS = ["step", "least", "most", "stop", "text", "sort"] as const;
@@ -25,17 +26,10 @@ export function Samples({ path, lane }: { path: string; lane: string }) {
   const items = [...(first.value?.items ?? []), ...(rest?.items ?? [])];
   const next = rest ? rest.next : (first.value?.next ?? null);
   const open = query.get("open");
-  const at = items.findIndex((one) => placeOf(one) === open);
-  const move = (by: number) => {
-    const to = items[at < 0 ? 0 : Math.max(0, Math.min(items.length - 1, at + by))];
-    if (to) amend({ open: placeOf(to) });
-  };
   const last = first.value?.last_step ?? 0;
   const step = Number(query.get("step") ?? 0);
   const turn = (by: number) => amend({ step: String(Math.max(first.value?.first_step ?? 1, Math.min(last, (step || last + (by < 0 ? 1 : 0)) + by))), open: null });
   useKeys([
-    { keys: "j", does: "next trajectory", run: () => move(1) },
-    { keys: "k", does: "previous trajectory", run: () => move(-1) },
     { keys: "[", does: "step before", run: () => turn(-1) },
     { keys: "]", does: "step after", run: () => turn(1) },
   ]);
@@ -86,34 +80,18 @@ export function Samples({ path, lane }: { path: string; lane: string }) {
       <Trouble error={first.error} />
       <div class="samples">
         <div class="scroll" tabIndex={0}>
-          <table>
-            <thead>
-              <tr>
-                <th title="step.prompt.sample">place</th>
-                <th class="number">reward</th>
-                <th class="number">tokens</th>
-                <th>answer</th>
-              </tr>
-            </thead>
-            <tbody>
-              {items.map((one) => (
-                <tr key={placeOf(one)} class={placeOf(one) === open ? "chosen" : ""} onClick={() => amend({ open: placeOf(one) })}>
-                  <td class="mono">
-                    <button class="link" onClick={() => amend({ open: placeOf(one) })}>
-                      {placeOf(one)}
-                    </button>
-                  </td>
-                  <td class="number">{reward(one.reward)}</td>
-                  <td class="number">
-                    {count(one.tokens)}
-                    {one.stop === "length" && <span title="cut by its length"> ✂</span>}
-                    {!["stop", "length"].includes(one.stop) && <span class="muted" title={ENDS[one.stop]}> {one.stop}</span>}
-                  </td>
-                  <td class="start">{visible(one.start)}</td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
+          {items.length > 0 && (
+            <Table
+              label="trajectories"
+              columns={COLUMNS}
+              rows={items}
+              idOf={placeOf}
+              isServers
+              chosen={open}
+              onChosen={(place) => amend({ open: place })}
+              onRow={(one) => amend({ open: placeOf(one) })}
+            />
+          )}
           {first.value && items.length === 0 && <p class="empty">None meets that.</p>}
           {next && <button onClick={more}>More</button>}
         </div>
@@ -122,6 +100,36 @@ export function Samples({ path, lane }: { path: string; lane: string }) {
     </>
   );
 }
+
+/** A server's table: `sort` of the address is the menu's order too. */
+const COLUMNS: readonly Column<Found>[] = [
+  {
+    id: "place",
+    title: "place",
+    kind: "mono",
+    about: "step.prompt.sample",
+    cell: (one) => (
+      <button class="link" onClick={() => amend({ open: placeOf(one) })}>
+        {placeOf(one)}
+      </button>
+    ),
+  },
+  { id: "reward", title: "reward", kind: "number", value: true, cell: (one) => reward(one.reward) },
+  {
+    id: "tokens",
+    title: "tokens",
+    kind: "number",
+    value: true,
+    cell: (one) => (
+      <>
+        {count(one.tokens)}
+        {one.stop === "length" && <span title="cut by its length"> ✂</span>}
+        {!["stop", "length"].includes(one.stop) && <span class="muted" title={ENDS[one.stop]}> {one.stop}</span>}
+      </>
+    ),
+  },
+  { id: "start", title: "answer", kind: "start", cell: (one) => visible(one.start) },
+];
 
 /** What ended a trajectory, by its stop reason. */
 const ENDS: Readonly<Record<string, string>> = {

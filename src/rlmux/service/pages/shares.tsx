@@ -8,6 +8,7 @@ import { of, useShown } from "./lane";
 import { announce } from "./live";
 import { Tiles } from "./parts";
 import type { Account, Usage } from "./shapes";
+import { Table, type Column } from "./table";
 import { count, figure, percent, seconds } from "./words";
 
 const AGAIN_MS = 5000;
@@ -71,53 +72,42 @@ function Counted({ usage, rows }: { usage: Usage; rows: readonly Account[] }) {
       <h2>
         Projects and users <small>a share is the largest part of a pool that a project has held of late, by its weight; the mark is what would be fair; hours are of one device</small>
       </h2>
-      <div class="scroll" tabIndex={0} role="region" aria-label="projects and users">
-        <table class="shares">
-          <thead>
-            <tr>
-              <th>project</th>
-              <th>user</th>
-              <th class="number">weight</th>
-              <th class="number">guarantee</th>
-              <th>share</th>
-              <th class="number">used of late</th>
-              <th class="number">today</th>
-              {hasBudget && <th class="number">spent</th>}
-              <th class="number">running</th>
-              <th class="number">waiting</th>
-              <th>quota</th>
-            </tr>
-          </thead>
-          <tbody>{projects.flatMap((members) => members.map((row, place) => <Account key={`${row.project} ${row.user}`} row={row} isFirst={place === 0} largest={largest} hasBudget={hasBudget} />))}</tbody>
-        </table>
-      </div>
+      <Table name="shares" label="projects and users" class="shares" columns={accountColumns(largest, hasBudget)} rows={projects.flatMap(membersOf)} idOf={(row) => `${row.project} ${row.user}`} />
       <Charged usage={usage} rows={rows} />
     </>
   );
 }
 
-function Account({ row, isFirst, largest, hasBudget }: { row: Account; isFirst: boolean; largest: number; hasBudget: boolean }) {
-  return (
-    <tr>
-      <td class="name">{isFirst ? row.project || "–" : ""}</td>
-      <td>{row.user || "–"}</td>
-      <td class="number">{isFirst ? figure(row.weight) : ""}</td>
-      <td class="number">{isFirst ? (row.guarantee ? percent(row.guarantee) : "–") : ""}</td>
-      <td>{isFirst && <Share row={row} largest={largest} />}</td>
-      <td class="number" title={byPool(row.used_hours)}>
-        {hours(sum(Object.values(row.used_hours)))}
-      </td>
-      <td class="number">{row.quota.device_hours_a_day === null ? "–" : hours(row.device_hours_today)}</td>
-      {hasBudget && (
-        <td class={`number${isSpent(row) ? " bad" : ""}`} title={row.budget_begins_s == null ? "" : `begins anew ${seconds(row.budget_begins_s)} after the run's begin`}>
-          {row.quota.budget_usd == null ? "–" : usd(row.spent_usd ?? 0)}
-        </td>
-      )}
-      <td class="number">{row.running}</td>
-      <td class="number">{row.waiting}</td>
-      <td class="limits">{quotaInWords(row.quota)}</td>
-    </tr>
-  );
+/** A row of the page; the first of a project has what is the project's. */
+type Member = Account & { isFirst: boolean };
+
+function membersOf(rows: readonly Account[]): Member[] {
+  return rows.map((row, place) => ({ ...row, isFirst: place === 0 }));
+}
+
+/** Rows stay under their project: they have no other order. */
+function accountColumns(largest: number, hasBudget: boolean): readonly Column<Member>[] {
+  const spent: Column<Member> = {
+    id: "spent",
+    title: "spent",
+    kind: "number",
+    paint: (row) => (isSpent(row) ? "bad" : ""),
+    tip: (row) => (row.budget_begins_s == null ? undefined : `begins anew ${seconds(row.budget_begins_s)} after the run's begin`),
+    cell: (row) => (row.quota.budget_usd == null ? "–" : usd(row.spent_usd ?? 0)),
+  };
+  return [
+    { id: "project", title: "project", kind: "name", cell: (row) => (row.isFirst ? row.project || "–" : "") },
+    { id: "user", title: "user", cell: (row) => row.user || "–" },
+    { id: "weight", title: "weight", kind: "number", cell: (row) => (row.isFirst ? figure(row.weight) : "") },
+    { id: "guarantee", title: "guarantee", kind: "number", cell: (row) => (row.isFirst ? (row.guarantee ? percent(row.guarantee) : "–") : "") },
+    { id: "share", title: "share", cell: (row) => row.isFirst && <Share row={row} largest={largest} /> },
+    { id: "used", title: "used of late", kind: "number", tip: (row) => byPool(row.used_hours), cell: (row) => hours(sum(Object.values(row.used_hours))) },
+    { id: "today", title: "today", kind: "number", cell: (row) => (row.quota.device_hours_a_day === null ? "–" : hours(row.device_hours_today)) },
+    ...(hasBudget ? [spent] : []),
+    { id: "running", title: "running", kind: "number", cell: (row) => row.running },
+    { id: "waiting", title: "waiting", kind: "number", cell: (row) => row.waiting },
+    { id: "quota", title: "quota", kind: "limits", cell: (row) => quotaInWords(row.quota) },
+  ];
 }
 
 function Share({ row, largest }: { row: Account; largest: number }) {
@@ -143,64 +133,52 @@ function Charged({ usage, rows }: { usage: Usage; rows: readonly Account[] }) {
   const column = (pool: string) => sum(rows.map((row) => row.device_hours[pool] ?? 0));
   const all = sum(pools.map(column));
   const dollars = sum(rows.map((row) => row.usd ?? 0));
+  const own = (row: Account) => sum(Object.values(row.device_hours));
+  const columns: Column<Account>[] = [
+    { id: "project", title: "project", kind: "name", value: (row) => row.project, cell: (row) => row.project || "–" },
+    { id: "user", title: "user", value: (row) => row.user, cell: (row) => row.user || "–" },
+    ...pools.map((pool): Column<Account> => ({ id: `pool-${pool}`, title: pool, kind: "number", value: (row) => row.device_hours[pool] ?? 0, cell: (row) => deviceSeconds(row.device_hours[pool] ?? 0) })),
+    { id: "all", title: "together", kind: "number", value: own, cell: (row) => deviceSeconds(own(row)) },
+    { id: "part", title: "part", kind: "number", value: own, cell: (row) => percent(all > 0 ? own(row) / all : null) },
+    ...(dollars > 0 ? [{ id: "usd", title: "dollars", kind: "number", value: (row: Account) => row.usd, cell: (row: Account) => usd(row.usd ?? 0) }] : []),
+  ];
   return (
     <>
       <h2>
         Who is charged <small>device-seconds of this part of the run: what computes, and of the bubbles a part each</small>
       </h2>
-      <div class="scroll" tabIndex={0} role="region" aria-label="who is charged">
-        <table class="charged">
-          <thead>
-            <tr>
-              <th>project</th>
-              <th>user</th>
-              {pools.map((pool) => (
-                <th class="number">{pool}</th>
-              ))}
-              <th class="number">together</th>
-              <th class="number">part</th>
-              {dollars > 0 && <th class="number">dollars</th>}
-            </tr>
-          </thead>
-          <tbody>
-            {rows.map((row) => (
-              <tr>
-                <td class="name">{row.project || "–"}</td>
-                <td>{row.user || "–"}</td>
-                {pools.map((pool) => (
-                  <td class="number">{deviceSeconds(row.device_hours[pool] ?? 0)}</td>
-                ))}
-                <td class="number">{deviceSeconds(sum(Object.values(row.device_hours)))}</td>
-                <td class="number">{percent(all > 0 ? sum(Object.values(row.device_hours)) / all : null)}</td>
-                {dollars > 0 && <td class="number">{usd(row.usd ?? 0)}</td>}
-              </tr>
-            ))}
-          </tbody>
-          <tfoot>
-            <Line name="all of them" pools={pools} of={column} whole={all} dollars={dollars} />
-            <Line name="for which devices were held" pools={pools} of={(pool) => held[pool] ?? 0} whole={whole} dollars={dollars && null} />
-          </tfoot>
-        </table>
-      </div>
+      <Table
+        name="charged"
+        label="who is charged"
+        class="charged"
+        columns={columns}
+        rows={rows}
+        idOf={(row) => `${row.project} ${row.user}`}
+        foot={(shown) => (
+          <>
+            <Line shown={shown} name="all of them" values={{ ...Object.fromEntries(pools.map((pool) => [`pool-${pool}`, column(pool)])), all }} dollars={dollars} />
+            <Line shown={shown} name="for which devices were held" values={{ ...Object.fromEntries(pools.map((pool) => [`pool-${pool}`, held[pool] ?? 0])), all: whole }} dollars={null} />
+          </>
+        )}
+      />
       {Math.abs(all - whole) * 3600 >= 0.5 && <p class="banner">The charges do not add up to what was held: {deviceSeconds(all - whole)} device-seconds apart.</p>}
     </>
   );
 }
 
-function Line({ name, pools, of: at, whole, dollars }: { name: string; pools: readonly string[]; of: (pool: string) => number; whole: number; dollars: number | null }) {
+/** A sum below: its name over the first two columns, then a value for each pool and for all. */
+function Line({ shown, name, values, dollars }: { shown: readonly Column<Account>[]; name: string; values: Readonly<Record<string, number>>; dollars: number | null }) {
+  const cell = (id: string) => (id === "all" ? <b>{deviceSeconds(values.all ?? 0)}</b> : id === "usd" ? dollars !== null && usd(dollars) : id in values && deviceSeconds(values[id] ?? 0));
   return (
     <tr>
       <th colSpan={2} scope="row">
         {name}
       </th>
-      {pools.map((pool) => (
-        <td class="number">{deviceSeconds(at(pool))}</td>
+      {shown.slice(2).map((column) => (
+        <td key={column.id} class="number">
+          {cell(column.id)}
+        </td>
       ))}
-      <td class="number">
-        <b>{deviceSeconds(whole)}</b>
-      </td>
-      <td />
-      {dollars !== 0 && <td class="number">{dollars !== null && usd(dollars)}</td>}
     </tr>
   );
 }

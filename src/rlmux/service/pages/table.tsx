@@ -7,6 +7,7 @@ import { type SortingState, columnVisibilityFeature, createSortedRowModel, rowSo
 import type { ComponentChildren } from "preact";
 import { useMemo, useState } from "preact/hooks";
 import { useKeys } from "./keys";
+import { Explained } from "./parts";
 import { amend, usePlace } from "./place";
 
 type Value = string | number | null | undefined;
@@ -14,7 +15,7 @@ type Value = string | number | null | undefined;
 export interface Column<Row> {
   /** Its name in the address; what the server sorts by, where it sorts. */
   id: string;
-  title: string;
+  title: ComponentChildren;
   /** A class of its cells, such as `number`. */
   kind?: string;
   cell: (row: Row) => ComponentChildren;
@@ -24,6 +25,8 @@ export interface Column<Row> {
   paint?: (row: Row) => string;
   /** Words under the pointer. */
   tip?: (row: Row) => string | undefined;
+  /** A sentence on its heading. */
+  about?: string;
   /** Whether it is left out until it is chosen. */
   isExtra?: boolean;
 }
@@ -46,6 +49,11 @@ interface Props<Row> {
   /** Classes of a row. */
   rowClass?: (row: Row) => string;
   onRow?: (row: Row) => void;
+  /** The chosen row's id, where the page keeps it; j and k change it by `onChosen`. */
+  chosen?: string | null;
+  onChosen?: (id: string) => void;
+  /** A row above the headings, such as heads of several columns. */
+  over?: (columns: readonly Column<Row>[]) => ComponentChildren;
   /** Rows below the others, such as sums, of the columns that are shown. */
   foot?: (columns: readonly Column<Row>[]) => ComponentChildren;
   empty?: ComponentChildren;
@@ -94,7 +102,7 @@ export function ColumnMenu<Row>({ name = "", columns }: { name?: string; columns
   );
 }
 
-export function Table<Row>({ name = "", label, columns, rows, idOf, isServers = false, open, instead, rowClass, onRow, foot, empty, ...rest }: Props<Row>) {
+export function Table<Row>({ name = "", label, columns, rows, idOf, isServers = false, open, instead, rowClass, onRow, onChosen, over, foot, empty, ...rest }: Props<Row>) {
   const asked = useAsked(name);
   const shown = shownColumns(columns, asked.columns);
   const byId = new Map(columns.map((column) => [column.id, column]));
@@ -127,31 +135,43 @@ export function Table<Row>({ name = "", label, columns, rows, idOf, isServers = 
     },
   });
   const lines = table.getRowModel().rows;
-  const [chosen, setChosen] = useState(-1);
-  const move = (by: number) => setChosen((at) => Math.max(0, Math.min(lines.length - 1, at + by)));
-  useKeys(
-    open
-      ? [
-          { keys: "j", does: "next row", run: () => move(1) },
-          { keys: "k", does: "row before", run: () => move(-1) },
-          { keys: "Enter", does: "open the row", run: () => lines[chosen] && open(lines[chosen].original) },
-        ]
-      : [],
-  );
+  const [own, setOwn] = useState(-1);
+  const chosen = onChosen ? lines.findIndex((line) => line.id === rest.chosen) : own;
+  const move = (by: number) => {
+    const to = Math.max(0, Math.min(lines.length - 1, chosen + by));
+    if (!onChosen) setOwn(to);
+    else if (lines[to]) onChosen(lines[to].id);
+  };
+  const steps = [
+    { keys: "j", does: "next row", run: () => move(1) },
+    { keys: "k", does: "row before", run: () => move(-1) },
+  ];
+  const opens = { keys: "Enter", does: "open the row", run: () => lines[chosen] && open?.(lines[chosen].original) };
+  useKeys([...(open || onChosen ? steps : []), ...(open ? [opens] : [])]);
   if (rows.length === 0 && empty !== undefined) return <>{empty}</>;
   return (
     <div class="scroll">
       <table class={rest.class ?? ""} aria-label={label}>
         <thead>
+          {over?.(shown)}
           {table.getHeaderGroups().map((group) => (
             <tr key={group.id}>
               {group.headers.map(({ id, column }) => {
-                const { title = "", kind = "" } = byId.get(column.id) ?? {};
-                if (!column.getCanSort()) return <th key={id} class={kind}>{title}</th>;
+                const { title = "", kind = "", about } = byId.get(column.id) ?? {};
+                const help = about && (
+                  <>
+                    {" "}
+                    <Explained words={about} kind="help" label="what this is">
+                      ?
+                    </Explained>
+                  </>
+                );
+                if (!column.getCanSort()) return <th key={id} class={kind}>{title}{help}</th>;
                 const order = column.getIsSorted();
                 return (
                   <th key={id} class={kind} aria-sort={order === "asc" ? "ascending" : order === "desc" ? "descending" : "none"}>
                     <Sorter title={title} mark={order === "asc" ? " ↑" : order === "desc" ? " ↓" : ""} turn={() => column.toggleSorting()} />
+                    {help}
                   </th>
                 );
               })}
@@ -162,9 +182,10 @@ export function Table<Row>({ name = "", label, columns, rows, idOf, isServers = 
           {lines.map((line, index) => {
             const row = line.original;
             const other = instead?.(row) ?? null;
-            const classes = [index === chosen && open ? "chosen" : "", rowClass?.(row) ?? ""].filter(Boolean).join(" ");
+            const isChosen = index === chosen;
+            const classes = [isChosen ? "chosen" : "", rowClass?.(row) ?? ""].filter(Boolean).join(" ");
             return (
-              <tr key={line.id} class={classes} {...(onRow ? { onClick: () => onRow(row) } : {})}>
+              <tr key={line.id} class={classes} {...(isChosen ? { "aria-selected": true } : {})} {...(onRow ? { onClick: () => onRow(row) } : {})}>
                 {other !== null ? <td colSpan={shown.length}>{other}</td> : line.getVisibleCells().map((cell) => <Cell key={cell.column.id} column={byId.get(cell.column.id)} row={row} />)}
               </tr>
             );
@@ -186,7 +207,7 @@ function Cell<Row>({ column, row }: { column: Column<Row> | undefined; row: Row 
   );
 }
 
-function Sorter({ title, mark, turn }: { title: string; mark: string; turn: () => void }) {
+function Sorter({ title, mark, turn }: { title: ComponentChildren; mark: string; turn: () => void }) {
   return (
     <a class="sorter" role="button" tabIndex={0} onClick={turn} onKeyDown={(event) => event.key === "Enter" && (event.stopPropagation(), turn())}>
       {title}

@@ -10,13 +10,14 @@ import { useKeys } from "./keys";
 import { of, useShown } from "./lane";
 import { Legend } from "./parts";
 import { amend, usePlace } from "./place";
-import type { Gap, Metrics, Timeline } from "./shapes";
+import type { Gap, Metrics } from "./shapes";
 import { GapTable, MeasureTable, Reading } from "./timeline/panels";
 import { Board } from "./timeline/board";
 import type { Curve } from "./timeline/curves";
 import { savePicture, saveTable, saveTrace } from "./timeline/exports";
 import type { Span } from "./timeline/feed";
 import type { Hit } from "./timeline/hit";
+import { type Timeline, addressOf, readTimeline } from "./timeline/lives";
 import { listenToPointer, shift, zoom } from "./timeline/input";
 import type { Named } from "./timeline/rows";
 
@@ -24,7 +25,7 @@ const URL_PAUSE_MS = 250;
 
 export function TimelinePage() {
   const { lane } = useShown();
-  const timeline = useData<Timeline>(`/timeline/${of(lane.name)}`, [`timeline:${lane.name}`, `lane:${lane.name}`]);
+  const timeline = useData<Timeline>(addressOf(lane.name), [`timeline:${lane.name}`, `lane:${lane.name}`], readTimeline);
   if (!timeline.value) return <Trouble error={timeline.error} />;
   if (timeline.value.end_s <= timeline.value.start_s) return <Nothing />;
   return <View key={lane.name} timeline={timeline.value} />;

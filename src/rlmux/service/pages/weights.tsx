@@ -2,8 +2,18 @@
 import { useState } from "preact/hooks";
 import { useData } from "./api";
 import { Trouble } from "./frame";
+import { Term } from "./parts";
 import type { Checkpoints } from "./shapes";
+import { Table, type Column } from "./table";
 import { count, size } from "./words";
+
+type Checkpoint = Checkpoints["items"][number];
+
+const CHECKPOINTS: readonly Column<Checkpoint>[] = [
+  { id: "step", title: "step", kind: "number", value: (one) => one.step, cell: (one) => count(one.step) },
+  { id: "size", title: "size", kind: "number", value: (one) => one.size_bytes, cell: (one) => size(one.size_bytes) },
+  { id: "path", title: "folder", kind: "mono", cell: (one) => one.path },
+];
 
 export function Weights({ path, lane, name }: { path: string; lane: string; name: string }) {
   const kept = useData<Checkpoints>(`${path}/checkpoints`, [`pipeline:${lane}`]);
@@ -16,24 +26,14 @@ export function Weights({ path, lane, name }: { path: string; lane: string; name
       </h2>
       {items.length === 0 && <p class="empty">None is kept yet. The first one appears here when it is on disk.</p>}
       {items.length > 0 && (
-        <table class="bars">
-          <tbody>
-            {[...items].reverse().map((one) => (
-              <tr key={one.step}>
-                <td class="number">step {count(one.step)}</td>
-                <td class="number">{size(one.size_bytes)}</td>
-                <td class="mono">{one.path}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
+        <Table name="checkpoints" label="checkpoints" class="checkpoints" columns={CHECKPOINTS} rows={[...items].reverse()} idOf={(one) => String(one.step)} />
       )}
       <h2>
         Export <small>a folder that transformers and vLLM load, of the newest checkpoint or of --step N</small>
       </h2>
       <Command words={["rlmux", "export", run, name, "--to", "hf", "--out", `${name}-weights`]} />
       <h2>
-        Receipt <small>trains a sample of its steps again, alone, and compares the weights bit by bit; --all: every step</small>
+        <Term word="receipt">Receipt</Term> <small>trains a sample of its steps again, alone, and compares the weights bit by bit; --all: every step</small>
       </h2>
       <Command words={["rlmux", "verify", run, name]} />
     </>

@@ -1,10 +1,12 @@
 // What if: a question about what is left of the lane's run, answered by simulation; the run itself is not touched.
+import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import { post, useData } from "./api";
 import { Trouble } from "./frame";
 import { of, useShown } from "./lane";
 import { Dot } from "./parts";
 import type { Answer, PipelineRange, Prediction, Score } from "./shapes";
+import { Table, type Column } from "./table";
 import { NONE, figure, percent, seconds, times } from "./words";
 
 interface Question {
@@ -119,38 +121,22 @@ function Answered({ answer, pipelines }: { answer: Answer; pipelines: readonly s
   const { now, then, change } = answer;
   const names = [...new Set([...Object.keys(now.pipelines), ...Object.keys(then.pipelines)])];
   const longest_s = Math.max(1e-9, ...[now, then].flatMap((side) => Object.values(side.pipelines).map((one) => one.high.ends_s ?? 0)));
+  const rows: Line[] = [
+    ...FIGURES.filter(([, key]) => now.high[key] || then.high[key]).map(([title, key, show]) => ({
+      id: key,
+      title,
+      now: range(now.low[key], now.high[key], show),
+      then: range(then.low[key], then.high[key], show),
+      change: range(change.low[key], change.high[key], signed(show)),
+    })),
+    ...names.map((name) => pipelineLine({ name, now: now.pipelines[name], then: then.pipelines[name], change: change.pipelines[name], longest_s, isHere: pipelines.includes(name) })),
+  ];
   return (
     <>
       <h2>
         {answer.about} <small>now under {now.policy}, then under {then.policy}; a range is from quick to slow steps</small>
       </h2>
-      <div class="scroll">
-        <table class="whatif">
-          <thead>
-            <tr>
-              <th />
-              <th class="number">now</th>
-              <th class="number">then</th>
-              <th class="number">change</th>
-              <th class="wide">ends: now above, then below</th>
-            </tr>
-          </thead>
-          <tbody>
-            {FIGURES.filter(([, key]) => now.high[key] || then.high[key]).map(([name, key, show]) => (
-              <tr>
-                <td>{name}</td>
-                <td class="number">{range(now.low[key], now.high[key], show)}</td>
-                <td class="number">{range(then.low[key], then.high[key], show)}</td>
-                <td class="number">{range(change.low[key], change.high[key], signed(show))}</td>
-                <td />
-              </tr>
-            ))}
-            {names.map((name) => (
-              <PipelineRow name={name} now={now.pipelines[name]} then={then.pipelines[name]} change={change.pipelines[name]} longest_s={longest_s} pipelines={pipelines} />
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table name="answer" label="now, and with the change" class="whatif" columns={COLUMNS} rows={rows} idOf={(row) => row.id} />
       {answer.notes.map((note) => (
         <p class="muted small">{note}</p>
       ))}
@@ -161,35 +147,59 @@ function Answered({ answer, pipelines }: { answer: Answer; pipelines: readonly s
   );
 }
 
-interface PipelineRowProps {
+/** A line of the answer: a figure of the whole run, or a pipeline's end. */
+interface Line {
+  id: string;
+  title: ComponentChildren;
+  tip?: string | undefined;
+  now: string;
+  then: string;
+  change: string;
+  bars?: ComponentChildren;
+}
+
+const COLUMNS: readonly Column<Line>[] = [
+  { id: "what", title: "", tip: (row) => row.tip, cell: (row) => row.title },
+  { id: "now", title: "now", kind: "number", cell: (row) => row.now },
+  { id: "then", title: "then", kind: "number", cell: (row) => row.then },
+  { id: "change", title: "change", kind: "number", cell: (row) => row.change },
+  { id: "ends", title: "ends: now above, then below", kind: "wide", cell: (row) => row.bars },
+];
+
+interface Sides {
   name: string;
   now: Prediction | undefined;
   then: Prediction | undefined;
   change: PipelineRange | undefined;
   longest_s: number;
-  pipelines: readonly string[];
+  isHere: boolean;
 }
 
-function PipelineRow({ name, now, then, change, longest_s, pipelines }: PipelineRowProps) {
+function pipelineLine({ name, now, then, change, longest_s, isHere }: Sides): Line {
+  return {
+    id: `pipeline ${name}`,
+    tip: then?.refused ?? undefined,
+    title: <PipelineTitle name={name} now={now} then={then} isHere={isHere} />,
+    now: range(now?.low.ends_s, now?.high.ends_s, seconds),
+    then: range(then?.low.ends_s, then?.high.ends_s, seconds),
+    change: range(change?.low.ends_s, change?.high.ends_s, signed(seconds)),
+    bars: [now, then].map((side, place) => {
+      const [low_s, high_s] = [side?.low.ends_s ?? 0, side?.high.ends_s ?? 0];
+      const [marginLeft, width] = [low_s, high_s - low_s].map((value_s) => `${(100 * value_s) / longest_s}%`);
+      return <i class="bar f-busy" style={{ marginLeft, width, height: "6px", marginBottom: "2px", opacity: place === 0 ? 0.5 : 1 }} />;
+    }),
+  };
+}
+
+function PipelineTitle({ name, now, then, isHere }: Pick<Sides, "name" | "now" | "then" | "isHere">) {
+  const { pipelines } = useShown();
   const what = then?.refused ? "refused" : !now ? "new" : !then ? "gone" : "";
   const isBad = what === "refused" || then?.keeps_slo === false;
   return (
-    <tr>
-      <td title={then?.refused ?? ""}>
-        {pipelines.includes(name) && <Dot name={name} pipelines={pipelines} />}
-        <b>{name}</b> <span class={isBad ? "bad" : "muted"}>{[what, then?.keeps_slo === false && "misses its SLO"].filter(Boolean).join(", ")}</span>
-      </td>
-      <td class="number">{range(now?.low.ends_s, now?.high.ends_s, seconds)}</td>
-      <td class="number">{range(then?.low.ends_s, then?.high.ends_s, seconds)}</td>
-      <td class="number">{range(change?.low.ends_s, change?.high.ends_s, signed(seconds))}</td>
-      <td>
-        {[now, then].map((side) => {
-          const [low_s, high_s] = [side?.low.ends_s ?? 0, side?.high.ends_s ?? 0];
-          const [marginLeft, width] = [low_s, high_s - low_s].map((value_s) => `${(100 * value_s) / longest_s}%`);
-          return <i class="bar f-busy" style={{ marginLeft, width, height: "6px", marginBottom: "2px", opacity: side === now ? 0.5 : 1 }} />;
-        })}
-      </td>
-    </tr>
+    <>
+      {isHere && <Dot name={name} pipelines={pipelines} />}
+      <b>{name}</b> <span class={isBad ? "bad" : "muted"}>{[what, then?.keeps_slo === false && "misses its SLO"].filter(Boolean).join(", ")}</span>
+    </>
   );
 }
 

@@ -113,3 +113,19 @@ export function removedInWords({ parts, at_s, by, by_rule, freed_bytes }: Remove
   const what = parts === "all" ? "all of its files were" : `its ${parts} were`;
   return `${what} removed at ${moment(at_s, 1)} by ${by_rule ? "the rule keep" : by || "the owner"} (${size(freed_bytes)})`;
 }
+
+/** Words that a page explains where they stand, as in docs/reference/words.md. */
+export const TERMS = {
+  accepts: "The largest step slowdown that the pipeline accepts, 1.0 or more: the file's slo_slowdown.",
+  bubble: "Device time that a pipeline holds while nothing runs on it. Idle time is held by none.",
+  filler: "A pipeline that samples and scores in gaps, and trains nothing.",
+  held: "Kept in the queue until it is released: it is offered no room.",
+  held_back: "The scheduler could have given the next order and decided otherwise: the policy's choice.",
+  promise: "Its engines' determinism class, found by a probe: whether its weights are the same, bit for bit, shared and alone.",
+  receipt: "Steps are trained again, alone, and the weights are compared bit for bit.",
+  slowdown: "Time of a step beside others over its time alone on the same devices: 1.20 is a fifth longer.",
+  staleness: "The trained weight version minus the oldest version of a trajectory's tokens.",
+  try: "A pipeline that failed starts again from its newest checkpoint: by the file's retries, or by Retry.",
+} as const;
+
+export type TermName = keyof typeof TERMS;

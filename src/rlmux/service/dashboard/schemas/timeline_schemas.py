@@ -23,6 +23,21 @@ class Life(Shape):
     has_rewards: bool
 
 
+class LifeColumns(Shape):
+    """`lives` as columns, each by place in `pipelines`, in milliseconds."""
+
+    projects: list[str]
+    """Names that `project` has places of."""
+    project: list[int]
+    """Place in `projects`; -1: the caller may not see the pipeline."""
+    begun_ms: list[int | None]
+    """Time of its admission; null: it waits, or never began."""
+    lasted_ms: list[int | None]
+    """From its admission to its end; null: it has not ended."""
+    has_no_rewards: list[int]
+    """Places of the pipelines without a reward."""
+
+
 class Timeline(Shape):
     lane: str
     start_s: float
@@ -32,8 +47,10 @@ class Timeline(Shape):
     created: str | None
     devices: list[Place]
     pipelines: list[str]
-    lives: list[Life | None]
-    """By place in `pipelines`; null: the caller may not see the pipeline."""
+    lives: list[Life | None] | None = None
+    """By place in `pipelines`; null within: the caller may not see the pipeline; null: `lives=columns`."""
+    life_columns: LifeColumns | None = None
+    """With `lives=columns`, the same as columns: a fifth of the bytes."""
     causes: list[str]
     kinds: list[Kind]
     kind_by_cause: list[int]

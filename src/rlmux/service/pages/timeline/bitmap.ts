@@ -2,7 +2,7 @@
 //
 // A picture is painted once and then only stretched, so a frame costs the same for a thousand intervals and for a million.
 import { type Colours, NUM_COLOURS, paintOf } from "../colours";
-import type { Timeline } from "../shapes";
+import type { Timeline } from "./lives";
 import { NO_PIPELINE, type Tiles } from "./binary";
 import type { Layout } from "./rows";
 

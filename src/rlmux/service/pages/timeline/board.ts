@@ -6,7 +6,7 @@
 //
 // Rows of pipelines follow the view when it has been still for a moment, and all of it is here.
 import { type Colours, NUM_COLOURS, themeColours } from "../colours";
-import type { Timeline } from "../shapes";
+import type { Timeline } from "./lives";
 import { type Marks, tickInDay, ticksOf, timeOfDay } from "../clock";
 import { count, moment } from "../words";
 import { type Pictures, Painter } from "./bitmap";

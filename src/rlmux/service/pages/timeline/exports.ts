@@ -3,7 +3,7 @@
 // The intervals are those that the service has of the view; where there are too many it says how much narrower to look.
 import { getBytes } from "../api";
 import { of } from "../lane";
-import type { Timeline } from "../shapes";
+import type { Timeline } from "./lives";
 import { type Intervals, NO_CAUSE, NO_PIPELINE, intervalsOf } from "./binary";
 import type { Span } from "./feed";
 

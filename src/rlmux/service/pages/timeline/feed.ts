@@ -4,7 +4,7 @@
 //   chunk: 1024 buckets of one level from a multiple of 1024: the same address for every view, so it is asked for once
 import { getBytes } from "../api";
 import { of } from "../lane";
-import type { Timeline } from "../shapes";
+import type { Timeline } from "./lives";
 import { type Intervals, NO_PIPELINE, type Tiles, intervalsOf, tilesOf } from "./binary";
 
 export interface Span {

@@ -1,6 +1,6 @@
 // What lies under the pointer, as plain facts: an interval where they are here, a bucket of tiles otherwise.
 import { nameOf } from "../colours";
-import type { Timeline } from "../shapes";
+import type { Timeline } from "./lives";
 import { stageName } from "../words";
 import { type Intervals, NO_CAUSE, NO_PIPELINE, type Tiles } from "./binary";
 import type { Chunk } from "./feed";

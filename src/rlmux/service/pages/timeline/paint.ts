@@ -1,7 +1,7 @@
 // Intervals drawn one by one: work in its pipeline's colour, shade by stage; waits hatched, with a stripe in the colour of the
 // pipeline that is waited for, and their names where there is room.
 import { type Colours, NUM_COLOURS, nameOf, paintOf, shadeOf } from "../colours";
-import type { Timeline } from "../shapes";
+import type { Timeline } from "./lives";
 import { stageName } from "../words";
 import { type Intervals, NO_PIPELINE } from "./binary";
 import type { Layout, Row, Scale } from "./rows";

@@ -6,7 +6,8 @@ import { Trouble } from "../frame";
 import { colourOf, of, useShown } from "../lane";
 import { PipelineName } from "../parts";
 import type { Gap, Measured, Order, Other, Pinned } from "../shapes";
-import { count, moment, percent, seconds, stageName } from "../words";
+import { Table, type Column } from "../table";
+import { TERMS, count, moment, percent, seconds, stageName } from "../words";
 import type { Span } from "./feed";
 import type { Hit } from "./hit";
 
@@ -27,38 +28,43 @@ export function Reading({ hit, at_s }: { hit: Hit | null; at_s: number | null })
   );
 }
 
+type Sum = Measured["items"][number];
+
 export function MeasureTable({ lane, span }: { lane: string; span: Span }) {
   const measured = useData<Measured>(`/timeline/${of(lane)}/measure?t0=${span.t0}&t1=${span.t1}`);
   const { pipelines, lane: { clock } } = useShown();
   if (!measured.value) return <Trouble error={measured.error} />;
   const { items, device_s, t0, t1 } = measured.value;
+  const paint = ({ kind, pipeline, cause }: Sum) => (kind === "busy" && pipeline !== null ? `c${colourOf(pipelines, pipeline)}` : `f-${paintOf(cause)}`);
+  const columns: Column<Sum>[] = [
+    { id: "kind", title: "kind", about: `bubble: ${TERMS.bubble}`, kind: "muted", value: (item) => item.kind, cell: (item) => item.kind },
+    {
+      id: "name",
+      title: "name",
+      value: named,
+      cell: (item) => (
+        <>
+          <i class={`swatch ${paint(item)}`} />
+          {named(item)}
+        </>
+      ),
+    },
+    { id: "seconds", title: "device time", kind: "number", value: (item) => item.seconds, cell: (item) => seconds(item.seconds) },
+    { id: "share", title: "part", kind: "number", value: (item) => item.share, cell: (item) => percent(item.share) },
+  ];
   const lines = items.map((item) => [item.kind, item.pipeline ?? "", item.label, item.seconds.toFixed(3), ((item.share ?? 0) * 100).toFixed(2)].join("\t"));
   const copy = () => void navigator.clipboard.writeText(["kind\tpipeline\tname\tdevice seconds\tpercent", ...lines].join("\n"));
   return (
     <section class="measure">
       <b>{seconds(t1 - t0)} selected</b> <span class="muted">{moment(t0, 1)} to {moment(t1, 1)}{clock.length > 0 && ` (${timeOfDay(clock, t0)} to ${timeOfDay(clock, t1)})`}, {seconds(device_s)} of devices</span>{" "}
       <button onClick={copy}>Copy</button>
-      <table>
-        <tbody>
-          {items.map((item) => (
-            <tr>
-              <td class="muted">{item.kind}</td>
-              <td>
-                <i class={`swatch ${item.kind === "busy" && item.pipeline !== null ? `c${colourOf(pipelines, item.pipeline)}` : `f-${paintOf(item.cause)}`}`} />
-                {named(item)}
-              </td>
-              <td class="number">{seconds(item.seconds)}</td>
-              <td class="number">{percent(item.share)}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      <Table name="measured" label="where the time of the selection went" columns={columns} rows={items} idOf={(item, index) => `${item.kind} ${item.label} ${index}`} />
     </section>
   );
 }
 
 /** A row's name; one that a pipeline has names it. */
-function named({ kind, pipeline, label }: Measured["items"][number]): string {
+function named({ kind, pipeline, label }: Sum): string {
   if (pipeline === null || label.split(" ").includes(pipeline)) return label;
   return kind === "busy" ? `${pipeline} ${label}` : `${label} of ${pipeline}`;
 }

@@ -3,7 +3,7 @@
 //   overview │ axis │ a row for each device │ a row for each pipeline or project │ rewards
 //
 // Up to 16 pipelines each have a row. Of more, the 16 with most seconds in view do, and the others are counted.
-import type { Timeline } from "../shapes";
+import type { Timeline } from "./lives";
 import type { Span } from "./feed";
 
 export const GUTTER = 138;
