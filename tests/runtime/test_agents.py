@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -137,16 +138,25 @@ def test_devices_go_to_others_while_programs_compute(real, files, tmp_path):
 
 
 class KillsPrograms:
-    """Kills programs at random while they run: each of them once in a while, some before they ask."""
+    """Kills programs at random while they run, some before they ask. A third of them, however slowly they run: what
+    becomes of each is drawn when it is first seen."""
 
     def __init__(self, script: Path, seed: int) -> None:
         self.script, self.random, self.num_killed = str(script), random.Random(seed), 0
+        self.looks_left: dict[int, int | None] = {}
+        """Looks after which a process is killed, by its id; None: it is left alone."""
 
     def __call__(self, backend, recorder) -> bool:
         for process in psutil.process_iter(["cmdline", "pid"]):
-            if self.script in (process.info["cmdline"] or []) and self.random.random() < 0.2:
+            if self.script not in (process.info["cmdline"] or []):
+                continue
+            is_killed = self.random.random() < 1 / 3
+            left = self.looks_left.setdefault(process.pid, self.random.randrange(4) if is_killed else None)
+            if left == 0:
                 self.num_killed += 1
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                    process.kill()
+            self.looks_left[process.pid] = None if not left else left - 1
         return False
 
 
