@@ -26,7 +26,7 @@ MAX_MODULES = 18
 RATCHET = {
     "lines of api": 1_100,
     "lines of broker": 2_100,
-    "lines of cli": 5_900,  # rlmux retry, rlmux remove
+    "lines of cli": 6_000,  # rlmux retry, rlmux remove, rlmux backup and restore
     "lines of client": 1_200,  # trackers that follow a run; removals where nothing runs, and of old lanes
     "lines of config": 3_300,  # the sections keep and trackers
     "lines of core": 12_300,  # causes of failures, which a rule about retries tells apart
@@ -37,16 +37,16 @@ RATCHET = {
     "lines of profiling": 3_000,
     "lines of report": 7_100,  # counters of the hardware, time of day
     "lines of rl": 10_700,  # sessions of programs, their sandboxes, suites in Harbor's layout, processes of rewards
-    "lines of runtime": 15_800,  # retries, removals by hand and by rule; sessions; counters of the hardware, trackers
+    "lines of runtime": 16_200,  # retries, removals; backups; sessions; counters of the hardware, trackers
     "lines of service": 14_300,  # filters and groups of pipelines, logins by a provider, probes, hardware, removals
     "lines of sim": 9_200,
     "lines of top level": 2_900,
     "class names twice": 45,  # a program's Session, Outcome and Gateway are not those of other rooms
     "classes over 25 methods": 22,
-    "broad excepts": 66,
+    "broad excepts": 67,  # a backup that is interrupted leaves nothing half made
     "functions over nine parameters": 16,
     "inner folders that import each other": 0,
-    "words of docs": 59_200,  # agents, retries; trackers; logins by a provider; rlmux remove, the section keep
+    "words of docs": 59_900,  # agents, retries; trackers; logins by a provider; rlmux remove, backups, upgrades
 }
 """What may only fall. Growth is a line of a diff with its reason."""
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}
