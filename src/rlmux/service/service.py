@@ -45,6 +45,8 @@ class Ready:
     """Value of RLMUX_BROKER; None without permits."""
     neighbours: tuple[str, ...]
     """Other runs and services on devices of its lanes, in a sentence each."""
+    other_versions: tuple[str, ...] = ()
+    """Lanes that this version cannot resume, in a sentence each."""
 
 
 class LaneSupervisor:
@@ -191,6 +193,9 @@ class _Opened:
                 tinker_url=f"{server.url}{TINKER}" if apis and apis.has_models else None,
                 permits=apis.permits.address if apis and apis.permits else None,
                 neighbours=tuple(map(str, neighbours_of(self._root, supervisor.by_name))),
+                other_versions=tuple(
+                    str(lane.down()) for lane in supervisor.by_name.values() if lane.other_version is not None
+                ),
             )
         )
 

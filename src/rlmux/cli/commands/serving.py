@@ -235,8 +235,8 @@ def _serve_lanes(
             typer.echo(f"export TINKER_BASE_URL={server.tinker_url}\nexport TINKER_API_KEY=tml-anything")
         if server.permits is not None:
             typer.echo(f"export RLMUX_BROKER={server.permits}")
-        for neighbour in server.neighbours:
-            typer.echo(f"rlmux: {neighbour}", err=True)
+        for sentence in (*server.other_versions, *server.neighbours):
+            typer.echo(f"rlmux: {sentence}", err=True)
         if server.dashboard is None:
             return
         if submit is None:

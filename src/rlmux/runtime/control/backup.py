@@ -6,7 +6,8 @@
 
 The copy is what a kill at the moment of the log's copy leaves: a resume goes on from it as after a kill. Databases are
 copied by SQLite's backup API. A checkpoint is opened before the log is copied, so that a prune in between does not take
-it; none is newer than the log. A submission's row is copied before its lane's log, which refuses the same one twice.
+it; the log lacks at most the note of its step. A submission's row is copied before its lane's log, which refuses the
+same one twice.
 
 Left out: locks, sockets, links, names that begin with a dot, what is derived from the log (index.db), what is half
 written. The database files of a log of another schema are copied too; all of its checkpoints go with it.

@@ -25,7 +25,7 @@ from pathlib import Path
 from rlmux.config.service_file import Lane
 from rlmux.core.errors import LogError, RlmuxError, UserError
 from rlmux.log.folder_lock import FolderInUseError, FolderLock, living_owner
-from rlmux.log.run_log import OtherVersionError
+from rlmux.log.run_log import other_version
 from rlmux.runtime.control.control_requests import GetStatus
 from rlmux.runtime.control.control_socket import SOCKET_NAME, NoAnswerError, send_request
 from rlmux.runtime.control.removals import write_rule
@@ -78,7 +78,9 @@ class LaneController:
         self._checked_s = -math.inf
         self._num_silent = 0
         """Consecutive unanswered polls."""
-        if self._has_begun():
+        self.other_version = other_version(self.folder)
+        """Which version wrote the lane's log, where it cannot be resumed: nothing runs in the lane."""
+        if self._has_begun() and self.other_version is None:
             self._check_same()
             write_rule(self.folder, self.spec.keep)
         if lane.serve is None and (self.folder / SERVED).is_file():
@@ -101,6 +103,8 @@ class LaneController:
 
     def down(self) -> str | None:
         """A problem that needs an operator, in one sentence; None without one."""
+        if self.other_version is not None:
+            return f"lane {self.name}: {self.other_version}"
         pid = self.pid
         if self._num_silent >= _MAX_SILENT and pid is not None:
             return f"the controller of {self.name} (process {pid}) lives, and does not answer: it is stopped or hangs"
@@ -111,6 +115,8 @@ class LaneController:
 
     def poll(self) -> None:
         """Start the controller if none lives and its delay is over."""
+        if self.other_version is not None:
+            return
         if self._process is not None:
             if self._process.poll() is None:
                 self._check_answering()
@@ -187,8 +193,6 @@ class LaneController:
     def _check_same(self) -> None:
         try:
             before = spec_of(self.folder)
-        except OtherVersionError:  # nothing here could go on with it
-            raise
         except LogError:
             return  # its controller reports the damaged log
         if (before.cluster, before.policy) != (self.spec.cluster, self.spec.policy):

@@ -148,6 +148,8 @@ class LaneSubmissions:
         lane = self._lanes.get(fields["lane"])
         if lane is None:
             raise ProblemError(404, f"no lane {fields['lane'][:80]!r}", where="lane", accepted=", ".join(self._lanes))
+        if lane.other_version is not None:
+            raise ProblemError(409, str(lane.down()), where="lane", accepted="another lane")
         return lane
 
     def _add(self, key: str, sha256: str, fields: Mapping[str, Any], principal: Principal | None) -> SubmissionRow:
