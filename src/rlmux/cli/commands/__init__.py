@@ -120,6 +120,7 @@ _COMMANDS_BY_GROUP: dict[str, tuple[Callable[..., Any], ...]] = {
     ),
     "Serve and share": (
         serving.serve,
+        serving.drain,
         sharing.broker,
         sharing.token,
         people.user,

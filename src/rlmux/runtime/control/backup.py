@@ -36,14 +36,16 @@ from rlmux.engines.train.state.checkpoint import STATE_FILE
 from rlmux.log.run_log import LOG_NAME, SCHEMA_VERSION, LogReader, OtherVersionError, utc_now
 from rlmux.log.run_state import RunState
 from rlmux.log.segments import connect_to_read, file_sha256, predecessor_of, query_only, sync
-from rlmux.runtime.records.folders import ADDRESS, RUN_HEADER, TOKEN
+from rlmux.runtime.records.folders import ADDRESS, DRAINING, RUN_HEADER, TOKEN
 from rlmux.runtime.weights.checkpoints import CheckpointStore
 
 MANIFEST = "backup.json"
 """File of a backup: what is in it, with the hash of each file; written last."""
 FORMAT = 1
 """Format of backup.json: raised when a key changes its meaning."""
-_NOT_COPIED = re.compile(rf"index\.db|.*-(wal|shm|journal)|{ADDRESS}|spilled-.*|step_\d+\.(tmp|old)-\d+|latest")
+_NOT_COPIED = re.compile(
+    rf"index\.db|.*-(wal|shm|journal)|{ADDRESS}|{DRAINING}|spilled-.*|step_\d+\.(tmp|old)-\d+|latest"
+)
 _CHECKPOINT = re.compile(r"step_\d+")
 _FILE_SYSTEMS_OWN = frozenset({"lost+found"})
 """Names that an empty disk has."""

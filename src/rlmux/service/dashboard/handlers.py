@@ -25,6 +25,7 @@ from rlmux.report.alerts import Alert
 from rlmux.report.reports import PAGE_NAME, SUMMARY_NAME, load_summary
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.report.timeline.records import is_removed
+from rlmux.runtime.records.folders import DRAINING
 from rlmux.runtime.weights.checkpoints import CheckpointStore
 from rlmux.service.dashboard.auth.access import ANONYMOUS, SERVER, Principal
 from rlmux.service.dashboard.auth.visibility import Sight
@@ -239,7 +240,7 @@ class Reads:
         is_down = self._down(folder) is not None
         if is_alive:
             return "not_answering" if is_down else "running" if facts["is_going_on"] else "resuming"
-        if self._root.takes_submissions(folder) and not is_down:
+        if self._root.takes_submissions(folder) and not is_down and not (folder.parent / DRAINING).is_file():
             return "resuming"
         return "over" if facts["lane"]["is_over"] else "stopped"
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ from rlmux.runtime.control.control_requests import GetStatus
 from rlmux.runtime.control.control_socket import SOCKET_NAME, NoAnswerError, send_request
 from rlmux.runtime.control.removals import write_rule
 from rlmux.runtime.launch import spec_of
-from rlmux.runtime.records.folders import RUN_HEADER, SERVED
+from rlmux.runtime.records.folders import DRAINING, RUN_HEADER, SERVED
 from rlmux.runtime.records.run_folder import empty_folder
 from rlmux.service.lanes.devices import NOT_HELD, LaneDevices
 
@@ -44,6 +45,14 @@ CHECK_EVERY_S = 5.0
 ANSWER_LIMIT_S = 5.0
 _MAX_SILENT = 2
 """Consecutive unanswered polls after which a controller counts as not answering."""
+
+
+DRAINS = "the service drains: its pipelines stop, and go on with its next start; no submission is taken"
+
+
+def is_draining(root: Path) -> bool:
+    """Whether a service is being ended, for an upgrade for one."""
+    return (root / DRAINING).is_file()
 
 
 class LaneController:
@@ -72,6 +81,8 @@ class LaneController:
         self._not_before_s = 0.0
         self._wait_s = 1.0
         self._ended = ""
+        self._ended_pid: int | None = None
+        """The controller that was asked to end, as the service drains."""
         self._now_s = now_s
         self._deaths_s: list[float] = []
         """Times of the last ends of controllers that were started here."""
@@ -97,6 +108,8 @@ class LaneController:
 
     def trouble(self) -> str | None:
         """Why nothing runs in the lane, in one sentence; None where it runs."""
+        if is_draining(self.folder.parent):
+            return DRAINS
         if (self.folder / SOCKET_NAME).exists() and self.pid is not None:
             return self.down()
         return self.down() or f"the controller of {self.name} is being started{self._ended}"
@@ -114,8 +127,11 @@ class LaneController:
         return None
 
     def poll(self) -> None:
-        """Start the controller if none lives and its delay is over."""
+        """Start the controller if none lives and its delay is over; end it where the service drains."""
         if self.other_version is not None:
+            return
+        if is_draining(self.folder.parent):
+            self._end()
             return
         if self._process is not None:
             if self._process.poll() is None:
@@ -127,6 +143,16 @@ class LaneController:
             self._check_answering()
         elif self._now_s() >= self._not_before_s and len(self._deaths_s) < MAX_DEATHS:
             self._start()
+
+    def _end(self) -> None:
+        """Ask the controller to end, once, as Ctrl-C would."""
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
+        pid = self.pid
+        if pid is not None and pid != self._ended_pid and self._is_locked():
+            self._ended_pid = pid
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
 
     def _check_answering(self) -> None:
         """Whether a controller that has begun to listen still answers."""
