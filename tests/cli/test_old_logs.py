@@ -74,7 +74,9 @@ def test_an_old_run_is_refused_in_one_line_that_says_which_version_wrote_it(rlmu
     before = {path.name: path.read_bytes() for path in old_run.iterdir()}
     said = rlmux(*words)
     assert (said.code, said.out) == (2, "")
-    assert said.err.startswith("rlmux: old/run.db: written by rlmux 0.1.0: its log schema is 1, this rlmux ")
-    assert said.err.endswith("reads 5; finish it and read it with rlmux 0.1.0, or start a new run\n")
+    assert said.err.startswith(
+        "rlmux: old/run.db: written by rlmux 0.1.0 (log schema 1); to resume it: pip install rlmux==0.1.0; this rlmux "
+    )
+    assert said.err.endswith(" reads schema 5\n")
     assert said.err.count("\n") == 1
     assert {path.name: path.read_bytes() for path in old_run.iterdir()} == before, "the old run was touched"

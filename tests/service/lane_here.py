@@ -52,6 +52,7 @@ class Lane:
     ) -> None:
         """`queue_order`: where shares count. `has_retries`: what failed may be tried again."""
         self.folder, self.name = root / "cpu", "cpu"
+        self.other_version: str | None = None
         self.spec: Spec = parse_spec(LANE, source="lanes", folder=root, may_be_empty=True)
         scheduler = Scheduler(self.spec.cluster, make_policy(policy), queue_order)
         self.log = RunLog.create(self.folder, self._header(policy))

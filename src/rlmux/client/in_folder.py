@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,39 @@ def stop(folder: Path) -> dict[str, Any]:
     while living_owner(folder) == owner:
         time.sleep(_LOOK_EVERY_S)
     return {"folder": str(folder), "pid": pid, "resume": _how_to_resume(folder) if has_run else _how_to_serve(folder)}
+
+
+def drain(folder: Path, *, keeps_pages: bool, on_end: Callable[[str], None]) -> str | None:
+    """End a service so that its next start goes on with everything: no more submissions, each lane, then the server.
+
+    `keeps_pages`: the server goes on. `on_end`: called with each lane that has ended. Returns the command that starts
+    the service, None where it goes on. Raises UserError for a folder of no service.
+    """
+    if not (folder / folders.ADDRESS).is_file():
+        raise UserError(f"{folder}: no service has been here; accepted: the folder of a service")
+    lanes = sorted(path.parent for path in folder.glob(f"*/{folders.RUN_LOG}") if not path.parent.name.startswith("."))
+    hosted = [lane.name for lane in lanes if folders.is_hosted(lane)]
+    is_served = living_owner(folder) is not None and _is_locked(folder)
+    if keeps_pages and hosted and is_served:
+        raise UserError(f"--keep-pages: the controller of {hosted[0]} runs in the server; accepted: without it")
+    if is_served:
+        (folder / folders.DRAINING).touch(mode=0o600)
+        running = [lane for lane in lanes if lane.name not in hosted and _is_locked(lane)]
+        while running:
+            for lane in [lane for lane in running if not _is_locked(lane)]:
+                running.remove(lane)
+                on_end(lane.name)
+            time.sleep(_LOOK_EVERY_S)
+        if keeps_pages:
+            return None
+        stop(folder)
+    for lane in [lane for lane in lanes if _is_locked(lane)]:  # of a server that was killed, or was just started
+        stop(lane)
+        on_end(lane.name)
+    if is_served:
+        for name in hosted:
+            on_end(name)
+    return _how_to_serve(folder)
 
 
 def remove(folder: Path, *, is_dry: bool) -> int:

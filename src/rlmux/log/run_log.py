@@ -73,6 +73,8 @@ the end of a field that decided nothing leave the version as it is.
 LOG_NAME = "run.db"
 NOT_SHOWN = ("rollout", "checkpoint")
 """Notes of which no report and no status shows anything: their lists would fill the memory of a long run's readers."""
+_HEAD_BYTES, _SCHEMA_BYTES = 100, slice(60, 64)
+"""Length of SQLite's file header, and its bytes with `user_version`."""
 _INSERT = "INSERT INTO log (seq, time_s, kind, type, json, crc32) VALUES (?, ?, ?, ?, ?, ?)"
 
 
@@ -363,6 +365,36 @@ class RunLog:
 class OtherVersionError(LogError, UserError):
     """The run log was written by a version whose logs this one does not read."""
 
+    def __init__(self, path: Path, words: str) -> None:
+        super().__init__(path, words)
+        self.path = path
+        self.words = words
+        """Which version wrote it, and which one resumes it."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.words}"
+
+
+def other_version(folder: Path) -> str | None:
+    """Which version wrote a log of another schema, and which one resumes it; None for a log of this schema, or none.
+
+    Where the schema is this one, only the file's first bytes are read.
+    """
+    try:
+        with (folder / LOG_NAME).open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return None
+    if head[_SCHEMA_BYTES] == SCHEMA_VERSION.to_bytes(4, "big") or len(head) < _HEAD_BYTES:
+        return None
+    try:
+        LogReader(folder).close()
+    except OtherVersionError as error:
+        return error.words
+    except LogError:
+        pass  # its reader says what is damaged
+    return None
+
 
 class LogReader:
     """Reads a run's log: while it is written, after it ended, after a crash."""
@@ -464,20 +496,24 @@ class LogReader:
         (schema_version,) = self._connection.execute("PRAGMA user_version").fetchone()
         if application_id != APPLICATION_ID:
             raise LogError(f"{self.path}: not a run log, or one whose creation was cut short")
-        if schema_version > SCHEMA_VERSION:
-            raise OtherVersionError(
-                f"{self.path}: written by a newer rlmux: its log schema is {schema_version}, "
-                f"this rlmux reads up to {SCHEMA_VERSION}"
-            )
-        row = self._connection.execute("SELECT json FROM log WHERE kind = 'header' ORDER BY seq LIMIT 1").fetchone()
-        if row is None:
-            raise LogError(f"{self.path}: the run log has no header")
-        header = cast("dict[str, Any]", value_codec.loads(row[0]))
-        if schema_version < SCHEMA_VERSION:
-            writer = header.get("rlmux_version", "of unknown version")
-            raise OtherVersionError(
-                f"{self.path}: written by rlmux {writer}: its log schema is {schema_version}, "
-                f"this rlmux {version('rlmux')} reads {SCHEMA_VERSION}; "
-                f"finish it and read it with rlmux {writer}, or start a new run"
-            )
+        try:
+            row = self._connection.execute("SELECT json FROM log WHERE kind = 'header' ORDER BY seq LIMIT 1").fetchone()
+            if row is None and schema_version == SCHEMA_VERSION:
+                raise LogError(f"{self.path}: the run log has no header")
+            header = cast("dict[str, Any]", value_codec.loads(row[0]) if row else {})
+        except (sqlite3.Error, LogError):
+            if schema_version == SCHEMA_VERSION:
+                raise
+            header = {}  # of a schema that may have other tables
+        if schema_version != SCHEMA_VERSION:
+            raise OtherVersionError(self.path, _other_version(schema_version, header.get("rlmux_version")))
         return header
+
+
+def _other_version(schema: int, writer: str | None) -> str:
+    newer = "a newer " if schema > SCHEMA_VERSION else ""
+    resumes = f"; to resume it: pip install rlmux=={writer}" if writer else ""
+    return (
+        f"written by {newer}rlmux{f' {writer}' if writer else ''} (log schema {schema}){resumes}; "
+        f"this rlmux {version('rlmux')} reads schema {SCHEMA_VERSION}"
+    )

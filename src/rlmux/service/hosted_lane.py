@@ -83,6 +83,8 @@ class HostedLane(LaneController):
         super().__init__(root, name, lane, part)
         assert lane.serve is not None
         self._serve = lane.serve
+        if self.other_version is not None:
+            raise UserError(f"{self.folder}: {self.other_version}; accepted: that version, or a lane of another name")
         if self._is_locked():
             raise UserError(f"{self.folder}: its controller still runs by itself; first: rlmux stop {self.folder}")
         if (self.folder / SERVED).is_file():

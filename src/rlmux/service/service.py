@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmux.config.service_file import Lane
-from rlmux.runtime.records.folders import ADDRESS
+from rlmux.core.errors import UserError
+from rlmux.log.run_log import LOG_NAME
+from rlmux.runtime.records.folders import ADDRESS, DRAINING
 from rlmux.service.addresses import Listening
 from rlmux.service.dashboard.dashboard import Dashboard
 from rlmux.service.folder_address import wait_for_signal
@@ -45,19 +47,26 @@ class Ready:
     """Value of RLMUX_BROKER; None without permits."""
     neighbours: tuple[str, ...]
     """Other runs and services on devices of its lanes, in a sentence each."""
+    other_versions: tuple[str, ...] = ()
+    """Lanes that this version cannot resume, in a sentence each."""
 
 
 class LaneSupervisor:
     """Every lane, each polled in its own thread, so that a busy lane delays no other."""
 
     def __init__(self, root: Path, lanes: Mapping[str, Lane]) -> None:
-        """Raises UserError for a lane whose run began with another cluster, and for more devices than there are;
+        """Raises UserError for a lane whose run began with another cluster, for more devices than there are, and where
+        another version wrote every lane's log;
         LogError for another's ledger."""
+        (root / DRAINING).unlink(missing_ok=True)
         parts = parts_of(root, {name: lane.spec for name, lane in lanes.items()})
         self.by_name = {
             name: (LaneController if lane.serve is None else HostedLane)(root, name, lane, parts[name])
             for name, lane in lanes.items()
         }
+        others = [lane for lane in self.by_name.values() if lane.other_version is not None]
+        if others and len(others) == len(self.by_name):
+            raise UserError(f"{others[0].folder / LOG_NAME}: {others[0].other_version}")
         self.hosted = next((lane for lane in self.by_name.values() if isinstance(lane, HostedLane)), None)
         self._ledger = SubmissionLedger(root)
         bundles = Bundles(root)
@@ -191,6 +200,9 @@ class _Opened:
                 tinker_url=f"{server.url}{TINKER}" if apis and apis.has_models else None,
                 permits=apis.permits.address if apis and apis.permits else None,
                 neighbours=tuple(map(str, neighbours_of(self._root, supervisor.by_name))),
+                other_versions=tuple(
+                    str(lane.down()) for lane in supervisor.by_name.values() if lane.other_version is not None
+                ),
             )
         )
 

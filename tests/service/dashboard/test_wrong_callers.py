@@ -48,6 +48,8 @@ TABLE: Mapping[tuple[str, str], Row] = {
     ("GET", "/audit"): Row(403, 403),
     ("GET", "/lanes"): Row(200, 200),
     ("GET", LANE): Row(200, 200),
+    ("GET", f"{LANE}/summary.json"): Row(403, 403),
+    ("GET", f"{LANE}/timeline.html"): Row(403, 403),
     ("GET", f"{LANE}/devices"): Row(200, 200),
     ("GET", f"{LANE}/cost"): Row(200, 200),
     ("GET", f"{LANE}/alerts"): Row(200, 200),

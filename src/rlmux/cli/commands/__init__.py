@@ -2,7 +2,7 @@
 
 Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light.
 
-Reading order: files, demo, training, prediction, runs, lookups, serving, sharing, people, machine, options.
+Reading order: files, demo, training, prediction, runs, backups, lookups, serving, sharing, people, machine, options.
 """
 
 from __future__ import annotations
@@ -13,7 +13,19 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rlmux.cli.commands import demo, files, lookups, machine, people, prediction, runs, serving, sharing, training
+from rlmux.cli.commands import (
+    backups,
+    demo,
+    files,
+    lookups,
+    machine,
+    people,
+    prediction,
+    runs,
+    serving,
+    sharing,
+    training,
+)
 
 
 class _GroupedHelp(TyperGroup):
@@ -90,6 +102,8 @@ _COMMANDS_BY_GROUP: dict[str, tuple[Callable[..., Any], ...]] = {
         runs.cancel,
         runs.retry,
         runs.remove,
+        backups.backup,
+        backups.restore,
         runs.hold,
         runs.release,
         runs.rank,
@@ -106,6 +120,7 @@ _COMMANDS_BY_GROUP: dict[str, tuple[Callable[..., Any], ...]] = {
     ),
     "Serve and share": (
         serving.serve,
+        serving.drain,
         sharing.broker,
         sharing.token,
         people.user,

@@ -1,4 +1,4 @@
-"""The commands of a service: serve, budget."""
+"""The commands of a service: serve, drain, budget."""
 
 from __future__ import annotations
 
@@ -235,8 +235,8 @@ def _serve_lanes(
             typer.echo(f"export TINKER_BASE_URL={server.tinker_url}\nexport TINKER_API_KEY=tml-anything")
         if server.permits is not None:
             typer.echo(f"export RLMUX_BROKER={server.permits}")
-        for neighbour in server.neighbours:
-            typer.echo(f"rlmux: {neighbour}", err=True)
+        for sentence in (*server.other_versions, *server.neighbours):
+            typer.echo(f"rlmux: {sentence}", err=True)
         if server.dashboard is None:
             return
         if submit is None:
@@ -278,6 +278,37 @@ def _print_pages(pages: Dashboard, opens: bool) -> None:
     typer.echo(f"rlmux: the address works once, for a minute; later: the token in {pages.token_path}", err=True)
     if opens and typer.launch(pages.login_url()) != 0:
         typer.echo("rlmux: no browser could be opened; open the address above", err=True)
+
+
+def drain(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a service, on its machine.")],
+    keep_pages: Annotated[bool, typer.Option("--keep-pages", help="The server goes on, with its pages.")] = False,
+    json: Json = False,
+) -> None:
+    """End a service so that its next start goes on with every pipeline, as before an upgrade.
+
+    Submissions are refused, each lane's controller ends at its next safe point, then the server ends.
+
+    \b
+    Example: rlmux drain runs/service-lanes
+    """
+    from rlmux.cli import tables
+    from rlmux.client import in_folder
+
+    ended: list[str] = []
+
+    def on_end(name: str) -> None:
+        ended.append(name)
+        if not json:
+            typer.echo(f"lane {name}: stopped")
+
+    starts = in_folder.drain(folder, keeps_pages=keep_pages, on_end=on_end)
+    if json:
+        tables.print_json({"folder": str(folder), "lanes": ended, "serve": starts})
+    elif starts is None:
+        typer.echo(f"{folder}: drained; its pages go on; to end the server: rlmux stop {folder}")
+    else:
+        typer.echo(f"{folder}: drained; everything goes on with: {starts}")
 
 
 def budget(

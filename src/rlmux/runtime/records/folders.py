@@ -16,6 +16,8 @@ SERVED = "serve.yaml"
 """File of a lane that serves models or permits: its section `serve`."""
 ADDRESS = "listen"
 """File of a service's folder: the URL of its newest server."""
+DRAINING = "draining"
+"""File of a service's folder: no submission is taken and no controller is started until its next server."""
 TOKEN = "admin.token"
 """File of a served folder: the token of its owner."""
 

@@ -211,6 +211,8 @@ def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -
         get("/whoami", sessions.whoami, "The current user and its rights"),
         get("/lanes", reads.lanes, "Every lane"),
         get(_LANE, reads.lane, "One lane: state, sums by kind and name"),
+        get(f"{_LANE}/summary.json", reads.summary, "The report's figures, to be saved"),
+        get(f"{_LANE}/timeline.html", reads.page, "The report's page, to be saved"),
         get(f"{_LANE}/devices", reads.devices, "What each device does now"),
         get(f"{_LANE}/alerts", reads.alerts, "What is wrong now, by rule"),
         post(f"{_LANE}/alerts", reads.acknowledge, "Say that alerts were seen", scope="control"),

@@ -14,16 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import Query
+from fastapi import Query, Response
 
 from rlmux.core.errors import LogError, UserError
 from rlmux.log.folder_lock import living_owner
-from rlmux.log.run_log import LOG_NAME
+from rlmux.log.run_log import LOG_NAME, other_version
 from rlmux.log.segments import last_seq_of
 from rlmux.report.acknowledgements import acknowledge, with_acknowledged
 from rlmux.report.alerts import Alert
+from rlmux.report.reports import PAGE_NAME, SUMMARY_NAME, load_summary
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.report.timeline.records import is_removed
+from rlmux.runtime.records.folders import DRAINING
 from rlmux.runtime.weights.checkpoints import CheckpointStore
 from rlmux.service.dashboard.auth.access import ANONYMOUS, SERVER, Principal
 from rlmux.service.dashboard.auth.visibility import Sight
@@ -47,6 +49,13 @@ SHOWN_ONLY = "one that you are shown"
 _ADVICE = "Look at the lane's NAME.log and its controller's process; a stopped one goes on with kill -CONT."
 _BANNER = "the indexer has ended; pages are as of row {seq}"
 
+_SHAPES: Mapping[str, type[run_schemas.NewLane] | type[run_schemas.OtherLane]] = {
+    "unknown": run_schemas.NewLane,
+    "other_version": run_schemas.OtherLane,
+}
+"""Of lanes that are not shown in full, by their state."""
+NOT_SHOWN_STATES = frozenset(_SHAPES)
+
 Trouble = Callable[[Path], str | None]
 """Problem of a lane's index, in one sentence; None without a problem."""
 
@@ -68,6 +77,8 @@ class Reads:
         Raises ProblemError for an unknown lane, or one without an index.
         """
         folder, index = self.folders(lane)
+        if (words := other_version(folder)) is not None:
+            raise ProblemError(409, f"{lane}: {words}")
         with contextlib.suppress(LogError):  # it is being built
             reader = IndexReader(index)
             if "lane" in reader.facts:  # else it is empty and being filled
@@ -168,19 +179,44 @@ class Reads:
         rows = [self.lane_row(name, caller.principal) for name in self.names()]
         return run_schemas.Lanes.model_validate({"items": rows, "as_of_seq": None})
 
-    def lane(self, caller: Caller, lane: str) -> run_schemas.Lane | run_schemas.NewLane:
+    def lane(self, caller: Caller, lane: str) -> run_schemas.Lane | run_schemas.NewLane | run_schemas.OtherLane:
         row = self.lane_row(lane, caller.principal)
-        return (run_schemas.NewLane if row["state"] == "unknown" else run_schemas.Lane).model_validate(row)
+        return _SHAPES.get(row["state"], run_schemas.Lane).model_validate(row)
 
     def lane_row(self, lane: str, principal: Principal | None) -> dict[str, Any]:
-        """The row of one lane; only a banner if it has no index."""
+        """The row of one lane; only a banner if it has no index, and what is kept if its log cannot be read."""
         folder, _ = self.folders(lane)
+        if (words := other_version(folder)) is not None:
+            return _other_lane(lane, folder, words, sees_all=principal is not None and principal.sees_all)
         more = {"takes_submissions": self._root.takes_submissions(folder)}
         try:
             with self.open(lane, principal) as reader:
                 return {**self._lane_of(lane, reader), "banner": self._trouble(folder), **more}
         except ProblemError as problem:
             return {"name": lane, "state": "unknown", "banner": problem.detail, "is_indexing": True, **more}
+
+    def summary(self, caller: Caller, lane: str) -> Response:
+        """The summary.json that lies in the lane's folder."""
+        return self._download(caller, lane, SUMMARY_NAME, "application/json")
+
+    def page(self, caller: Caller, lane: str) -> Response:
+        """The timeline.html that lies there, to be saved: its scripts do not run at this address."""
+        return self._download(caller, lane, PAGE_NAME, "text/html")
+
+    def _download(self, caller: CallerContext, lane: str, name: str, media_type: str) -> Response:
+        folder, _ = self.folders(lane)
+        if caller.principal is None or not caller.principal.sees_all:
+            raise ProblemError(403, f"{name} names every pipeline", accepted="a user who sees all")
+        try:
+            content = (folder / name).read_bytes()
+        except OSError:
+            raise ProblemError(404, f"no {name} in {lane[:80]!r}", accepted="a run with a report") from None
+        headers = {
+            "Content-Disposition": f'attachment; filename="{name}"',
+            "Content-Security-Policy": "sandbox",
+            "X-Content-Type-Options": "nosniff",
+        }
+        return Response(content, media_type=media_type, headers=headers)
 
     def _lane_of(self, lane: str, reader: IndexReader) -> dict[str, Any]:
         facts, (folder, _) = reader.facts, self.folders(lane)
@@ -204,7 +240,7 @@ class Reads:
         is_down = self._down(folder) is not None
         if is_alive:
             return "not_answering" if is_down else "running" if facts["is_going_on"] else "resuming"
-        if self._root.takes_submissions(folder) and not is_down:
+        if self._root.takes_submissions(folder) and not is_down and not (folder.parent / DRAINING).is_file():
             return "resuming"
         return "over" if facts["lane"]["is_over"] else "stopped"
 
@@ -488,3 +524,30 @@ def _newest_with(words: bytes, data: bytes) -> tuple[bytes, int]:
         found.append(data[start:stop])
         end = start
     return b"".join(reversed(found)), 0
+
+
+def _other_lane(lane: str, folder: Path, words: str, *, sees_all: bool) -> dict[str, Any]:
+    """The row of a lane of another version. Its summary is taken as far as it has the figures of today."""
+    return {
+        "name": lane,
+        "state": "other_version",
+        "banner": words,
+        "is_indexing": False,
+        "takes_submissions": False,
+        "kept": _kept_figures(folder) if sees_all else None,
+        "files": [name for name in (PAGE_NAME, SUMMARY_NAME) if sees_all and (folder / name).is_file()],
+    }
+
+
+def _kept_figures(folder: Path) -> dict[str, Any] | None:
+    try:
+        summary = load_summary(folder)
+        pipelines = [
+            run_schemas.KeptPipeline(
+                name=name, **{key: row.get(key) for key in ("status", "steps", "reward_first", "reward_last")}
+            )
+            for name, row in summary["pipelines"].items()
+        ]
+        return run_schemas.KeptFigures(makespan_s=summary.get("makespan_s"), pipelines=pipelines).model_dump()
+    except (LogError, OSError, ValueError, KeyError, TypeError, AttributeError):  # of a version that wrote others
+        return None

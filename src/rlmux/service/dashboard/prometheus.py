@@ -25,7 +25,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from rlmux.report.timeline.intervals import Kind
 from rlmux.service.dashboard.auth.access import SERVER
-from rlmux.service.dashboard.handlers import Reads
+from rlmux.service.dashboard.handlers import NOT_SHOWN_STATES, Reads
 from rlmux.service.dashboard.parameters import Caller
 from rlmux.service.dashboard.router import JSON
 from rlmux.service.index.store import IndexReader
@@ -102,8 +102,8 @@ class Scrape(Collector):
             families.gauge(
                 "rlmux_lane_up", "Whether a process goes on with the run", row["state"] == "running", lane=row["name"]
             )
-            if row["state"] == "unknown":
-                continue  # it has no index yet, and no other series
+            if row["state"] in NOT_SHOWN_STATES:
+                continue  # it has no index, and no other series
             _add_lane(families, row)
             with self._reads.open(row["name"], SERVER) as reader:
                 _add_devices(families, row["name"], reader)

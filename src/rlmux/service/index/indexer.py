@@ -29,7 +29,7 @@ from rlmux.core.errors import LogError
 from rlmux.core.model import PipelineId
 from rlmux.log.folder_lock import living_owner
 from rlmux.log.notes import AccountsNote, Note, PlanNote, SubmittedNote, encode
-from rlmux.log.run_log import LOG_NAME, Entry, LogReader
+from rlmux.log.run_log import LOG_NAME, Entry, LogReader, other_version
 from rlmux.log.segments import last_seq_of
 from rlmux.report.alerts import Alerts, disk_alert
 from rlmux.report.timeline.history import without_collector
@@ -323,6 +323,9 @@ class _Lane:
     def look(self) -> None:
         """Update the index of a changed log. Prints each problem, and its end, on stdout."""
         begun_s = time.monotonic()
+        if other_version(self.folder) is not None:  # the pages say so; an index of that version stays as it is
+            self.due_s = begun_s + _SCAN_EVERY_S
+            return
         try:
             self._catch_up(begun_s)
             self._report(None)

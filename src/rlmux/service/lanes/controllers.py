@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -25,12 +26,12 @@ from pathlib import Path
 from rlmux.config.service_file import Lane
 from rlmux.core.errors import LogError, RlmuxError, UserError
 from rlmux.log.folder_lock import FolderInUseError, FolderLock, living_owner
-from rlmux.log.run_log import OtherVersionError
+from rlmux.log.run_log import other_version
 from rlmux.runtime.control.control_requests import GetStatus
 from rlmux.runtime.control.control_socket import SOCKET_NAME, NoAnswerError, send_request
 from rlmux.runtime.control.removals import write_rule
 from rlmux.runtime.launch import spec_of
-from rlmux.runtime.records.folders import RUN_HEADER, SERVED
+from rlmux.runtime.records.folders import DRAINING, RUN_HEADER, SERVED
 from rlmux.runtime.records.run_folder import empty_folder
 from rlmux.service.lanes.devices import NOT_HELD, LaneDevices
 
@@ -44,6 +45,14 @@ CHECK_EVERY_S = 5.0
 ANSWER_LIMIT_S = 5.0
 _MAX_SILENT = 2
 """Consecutive unanswered polls after which a controller counts as not answering."""
+
+
+DRAINS = "the service drains: its pipelines stop, and go on with its next start; no submission is taken"
+
+
+def is_draining(root: Path) -> bool:
+    """Whether a service is being ended, for an upgrade for one."""
+    return (root / DRAINING).is_file()
 
 
 class LaneController:
@@ -72,13 +81,17 @@ class LaneController:
         self._not_before_s = 0.0
         self._wait_s = 1.0
         self._ended = ""
+        self._ended_pid: int | None = None
+        """The controller that was asked to end, as the service drains."""
         self._now_s = now_s
         self._deaths_s: list[float] = []
         """Times of the last ends of controllers that were started here."""
         self._checked_s = -math.inf
         self._num_silent = 0
         """Consecutive unanswered polls."""
-        if self._has_begun():
+        self.other_version = other_version(self.folder)
+        """Which version wrote the lane's log, where it cannot be resumed: nothing runs in the lane."""
+        if self._has_begun() and self.other_version is None:
             self._check_same()
             write_rule(self.folder, self.spec.keep)
         if lane.serve is None and (self.folder / SERVED).is_file():
@@ -95,12 +108,16 @@ class LaneController:
 
     def trouble(self) -> str | None:
         """Why nothing runs in the lane, in one sentence; None where it runs."""
+        if is_draining(self.folder.parent):
+            return DRAINS
         if (self.folder / SOCKET_NAME).exists() and self.pid is not None:
             return self.down()
         return self.down() or f"the controller of {self.name} is being started{self._ended}"
 
     def down(self) -> str | None:
         """A problem that needs an operator, in one sentence; None without one."""
+        if self.other_version is not None:
+            return f"lane {self.name}: {self.other_version}"
         pid = self.pid
         if self._num_silent >= _MAX_SILENT and pid is not None:
             return f"the controller of {self.name} (process {pid}) lives, and does not answer: it is stopped or hangs"
@@ -110,7 +127,12 @@ class LaneController:
         return None
 
     def poll(self) -> None:
-        """Start the controller if none lives and its delay is over."""
+        """Start the controller if none lives and its delay is over; end it where the service drains."""
+        if self.other_version is not None:
+            return
+        if is_draining(self.folder.parent):
+            self._end()
+            return
         if self._process is not None:
             if self._process.poll() is None:
                 self._check_answering()
@@ -121,6 +143,16 @@ class LaneController:
             self._check_answering()
         elif self._now_s() >= self._not_before_s and len(self._deaths_s) < MAX_DEATHS:
             self._start()
+
+    def _end(self) -> None:
+        """Ask the controller to end, once, as Ctrl-C would."""
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
+        pid = self.pid
+        if pid is not None and pid != self._ended_pid and self._is_locked():
+            self._ended_pid = pid
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
 
     def _check_answering(self) -> None:
         """Whether a controller that has begun to listen still answers."""
@@ -187,8 +219,6 @@ class LaneController:
     def _check_same(self) -> None:
         try:
             before = spec_of(self.folder)
-        except OtherVersionError:  # nothing here could go on with it
-            raise
         except LogError:
             return  # its controller reports the damaged log
         if (before.cluster, before.policy) != (self.spec.cluster, self.spec.policy):

@@ -31,7 +31,7 @@ from rlmux.service.dashboard.router import Address, LongWork, get, post
 from rlmux.service.dashboard.schemas import timeline_schemas as shapes
 from rlmux.service.lanes.authorization import check_rights, own_user
 from rlmux.service.lanes.bundles import Bundles
-from rlmux.service.lanes.controllers import LaneController
+from rlmux.service.lanes.controllers import DRAINS, LaneController, is_draining
 from rlmux.service.lanes.submission_ledger import ACCEPTED, OVER_QUOTA, REFUSED, SubmissionLedger, SubmissionRow
 from rlmux.service.problems import ProblemError
 
@@ -148,6 +148,10 @@ class LaneSubmissions:
         lane = self._lanes.get(fields["lane"])
         if lane is None:
             raise ProblemError(404, f"no lane {fields['lane'][:80]!r}", where="lane", accepted=", ".join(self._lanes))
+        if is_draining(lane.folder.parent):
+            raise ProblemError(503, DRAINS, accepted="the same submission, once it has started again", again_s=60)
+        if lane.other_version is not None:
+            raise ProblemError(409, str(lane.down()), where="lane", accepted="another lane")
         return lane
 
     def _add(self, key: str, sha256: str, fields: Mapping[str, Any], principal: Principal | None) -> SubmissionRow:

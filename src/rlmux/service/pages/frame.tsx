@@ -8,8 +8,8 @@ import { announce, follow, usePulse } from "./live";
 import { address, go, laneOf, usePlace } from "./place";
 import { Search } from "./search";
 import type { Page } from "./kinds";
-import type { Lane, NewLane, Timeline, WhoAmI } from "./shapes";
-import { ago, count } from "./words";
+import type { Lane, NewLane, OtherLane, Timeline, WhoAmI } from "./shapes";
+import { ago, count, reward, seconds } from "./words";
 
 /** Rows behind the log from which on a page says so; a live one is always a few behind. */
 const MANY_ROWS = 5000;
@@ -23,14 +23,19 @@ const PLACES = [
   ["/compare", "Compare", "c"],
   ["/whatif", "What if", "w"],
 ] as const;
+type AnyLane = Lane | NewLane | OtherLane;
+
+/** Whether the lane has an index, and so its pages. */
+const isShown = (lane: AnyLane): lane is Lane => lane.state !== "unknown" && lane.state !== "other_version";
+
 const OF_ADMINS = [["/audit", "Audit", "a"]] as const;
 
 export function Frame({ children }: { children: ComponentChildren }) {
   const place = usePlace();
   const { path } = place;
-  const lanes = useData<Page<Lane | NewLane>>("/lanes", ["lane:*"]);
+  const lanes = useData<Page<AnyLane>>("/lanes", ["lane:*"]);
   const chosen = chosenLane(lanes.value?.items ?? [], laneOf(place));
-  const lane = chosen?.state === "unknown" ? null : chosen;
+  const lane = chosen && isShown(chosen) ? chosen : null;
   const timeline = useData<Timeline>(lane && `/timeline/${of(lane.name)}`, lane ? [`timeline:${lane.name}`] : []);
   const who = useData<WhoAmI>("/whoami");
   const places = who.value?.scopes.includes("admin") ? [...PLACES, ...OF_ADMINS] : PLACES;
@@ -78,15 +83,69 @@ export function Frame({ children }: { children: ComponentChildren }) {
       <main>
         <Trouble error={lanes.error ?? timeline.error} />
         {lane?.banner && <p class="banner">{lane.banner}</p>}
-        {chosen && !lane && <p class="banner soft">{chosen.banner}. The page opens once the log has been read.</p>}
+        {chosen?.state === "other_version" && <Kept lane={chosen} />}
+        {chosen?.state === "unknown" && <p class="banner soft">{chosen.banner}. The page opens once the log has been read.</p>}
         {lane && lane.is_indexing && lane.seq - lane.index_seq > MANY_ROWS && <p class="banner soft">The log is being read: {count(lane.index_seq)} of {count(lane.seq)} rows are shown.</p>}
         {lanes.value && !chosen && <NoRun />}
-        {lane && pipelines && <ShownLane.Provider value={{ lane, lanes: (lanes.value?.items ?? []).filter((each) => each.state !== "unknown"), pipelines }}>{children}</ShownLane.Provider>}
+        {lane && pipelines && <ShownLane.Provider value={{ lane, lanes: (lanes.value?.items ?? []).filter(isShown), pipelines }}>{children}</ShownLane.Provider>}
       </main>
       <dialog ref={help}>
         <Keys />
       </dialog>
     </div>
+  );
+}
+
+/** What is left of a lane whose log another version wrote: the figures and files of its last report. */
+function Kept({ lane }: { lane: OtherLane }) {
+  return (
+    <>
+      <div class="heading">
+        <h1>{lane.name}</h1>
+      </div>
+      <p class="banner">{lane.banner}</p>
+      {lane.kept && (
+        <>
+          <h2>
+            Its last report <small>{seconds(lane.kept.makespan_s)}</small>
+          </h2>
+          <table>
+            <thead>
+              <tr>
+                <th>pipeline</th>
+                <th>status</th>
+                <th class="number">steps</th>
+                <th class="number">first reward</th>
+                <th class="number">last reward</th>
+              </tr>
+            </thead>
+            <tbody>
+              {lane.kept.pipelines.map((row) => (
+                <tr key={row.name}>
+                  <td>{row.name}</td>
+                  <td>{row.status}</td>
+                  <td class="number">{row.steps}</td>
+                  <td class="number">{reward(row.reward_first)}</td>
+                  <td class="number">{reward(row.reward_last)}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </>
+      )}
+      {lane.files.length > 0 && (
+        <p>
+          Save:{" "}
+          {lane.files.map((file) => (
+            <>
+              <a href={`/api/v1/lanes/${of(lane.name)}/${file}`} download={file}>
+                {file}
+              </a>{" "}
+            </>
+          ))}
+        </p>
+      )}
+    </>
   );
 }
 

@@ -2,7 +2,7 @@
 import { createContext } from "preact";
 import { useContext } from "preact/hooks";
 import { NUM_COLOURS } from "./colours";
-import type { Lane, NewLane } from "./shapes";
+import type { Lane } from "./shapes";
 
 export interface Shown {
   lane: Lane;
@@ -29,6 +29,6 @@ export function colourOf(pipelines: readonly string[], name: string): number {
   return Math.max(0, pipelines.indexOf(name)) % NUM_COLOURS;
 }
 
-export function chosenLane<Each extends Lane | NewLane>(lanes: Each[], wanted: string | null): Each | null {
+export function chosenLane<Each extends { name: string; state: string }>(lanes: Each[], wanted: string | null): Each | null {
   return lanes.find((lane) => lane.name === wanted) ?? lanes.find((lane) => lane.state === "running") ?? lanes.at(-1) ?? null;
 }

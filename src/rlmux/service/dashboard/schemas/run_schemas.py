@@ -160,6 +160,36 @@ class NewLane(Shape):
     takes_submissions: bool
 
 
+class KeptPipeline(Shape):
+    name: str
+    status: str | None
+    steps: int | None
+    reward_first: float | None
+    reward_last: float | None
+
+
+class KeptFigures(Shape):
+    """What the summary.json of a lane has whose log cannot be read."""
+
+    makespan_s: float | None
+    pipelines: list[KeptPipeline]
+
+
+class OtherLane(Shape):
+    """A lane whose log another version of rlmux wrote, of a schema that this one does not read."""
+
+    name: str
+    state: Literal["other_version"]
+    banner: str
+    """Which version wrote it, and which one resumes it."""
+    is_indexing: bool
+    takes_submissions: bool
+    kept: KeptFigures | None
+    """Null without a summary, and for a caller who does not see all."""
+    files: list[Literal["timeline.html", "summary.json"]]
+    """Those that can be downloaded at `/lanes/LANE/FILE`."""
+
+
 class MemoryInUse(Shape):
     bytes: float
     used_bytes: float
@@ -204,7 +234,7 @@ class Lane(Shape):
     takes_submissions: bool
 
 
-class Lanes(Listed[Lane | NewLane]):
+class Lanes(Listed[Lane | NewLane | OtherLane]):
     pass
 
 
