@@ -24,7 +24,7 @@ from rlmux.core.events import NodeJoined
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, Pool, Stage
 from rlmux.log.block_codec import entry_of
 from rlmux.log.folder_lock import OWNER_NAME
-from rlmux.log.run_log import LOG_NAME, SCHEMA_VERSION, LogLimits, LogReader, RunLog, run_header
+from rlmux.log.run_log import LOG_NAME, SCHEMA_VERSION, LogLimits, LogReader, RunLog, other_version, run_header
 from rlmux.log.segments import row_checksum
 
 NODE = NodeId("rollout", 0)
@@ -360,3 +360,21 @@ def test_error_closes_what_it_opened(tmp_path: Path) -> None:
         with pytest.raises(LogError):
             RunLog.create(tmp_path, HEADER)
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+WRITE = """
+import sys
+from rlmux.log.run_log import RunLog
+with RunLog.open(sys.argv[1]) as log:
+    log.append_note(1.0, __import__("rlmux.log.notes", fromlist=["x"]).DefectNote(text="new"))
+"""
+
+
+def test_a_look_at_the_schema_leaves_the_locks_of_open_readers_alone(tmp_path):
+    """A file that is opened and closed beside SQLite takes a process's locks on it: its readers then see nothing new."""
+    RunLog.create(tmp_path / "run", run_header(policy="solo", backend="local")).close()
+    with LogReader(tmp_path / "run") as reader:
+        seen = len(list(reader.entries()))
+        assert other_version(tmp_path / "run") is None
+        subprocess.run([sys.executable, "-c", WRITE, str(tmp_path / "run")], check=True)
+        assert len(list(reader.entries())) == seen + 1

@@ -73,8 +73,6 @@ the end of a field that decided nothing leave the version as it is.
 LOG_NAME = "run.db"
 NOT_SHOWN = ("rollout", "checkpoint")
 """Notes of which no report and no status shows anything: their lists would fill the memory of a long run's readers."""
-_HEAD_BYTES, _SCHEMA_BYTES = 100, slice(60, 64)
-"""Length of SQLite's file header, and its bytes with `user_version`."""
 _INSERT = "INSERT INTO log (seq, time_s, kind, type, json, crc32) VALUES (?, ?, ?, ?, ?, ?)"
 
 
@@ -378,15 +376,8 @@ class OtherVersionError(LogError, UserError):
 def other_version(folder: Path) -> str | None:
     """Which version wrote a log of another schema, and which one resumes it; None for a log of this schema, or none.
 
-    Where the schema is this one, only the file's first bytes are read.
+    Through SQLite: to open and close the file by itself would drop the locks that this process has on it.
     """
-    try:
-        with (folder / LOG_NAME).open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-    except OSError:
-        return None
-    if head[_SCHEMA_BYTES] == SCHEMA_VERSION.to_bytes(4, "big") or len(head) < _HEAD_BYTES:
-        return None
     try:
         LogReader(folder).close()
     except OtherVersionError as error:
