@@ -179,7 +179,7 @@ def measure_growth(folder: Path, minutes: float, rows: list[Entry]) -> dict[str,
     with RunLog.open(folder) as log, serving(folder) as served, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         context = browser.new_context(viewport={"width": 1280, "height": 900})
-        sessions = {}
+        sessions: dict[str, Any] = {}
         for name, path in (("fleet", "/fleet"), ("timeline", "/timeline?follow=1")):
             page = context.new_page()
             page.goto(served.login if not sessions else served.url + path)
