@@ -371,7 +371,7 @@ with RunLog.open(sys.argv[1]) as log:
 
 
 def test_a_look_at_the_schema_leaves_the_locks_of_open_readers_alone(tmp_path):
-    """A file that is opened and closed beside SQLite takes a process's locks on it: its readers then see nothing new."""
+    """A file that is opened and closed beside SQLite drops a process's locks: its readers then see nothing new."""
     RunLog.create(tmp_path / "run", run_header(policy="solo", backend="local")).close()
     with LogReader(tmp_path / "run") as reader:
         seen = len(list(reader.entries()))
