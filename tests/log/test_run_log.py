@@ -208,7 +208,7 @@ def test_newer_schema_is_refused_with_both_versions(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / LOG_NAME)
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 6}")
     connection.close()
-    told = f"its log schema is {SCHEMA_VERSION + 6}, this rlmux reads up to {SCHEMA_VERSION}"
+    told = rf"written by a newer rlmux \(log schema {SCHEMA_VERSION + 6}\); this rlmux .* reads schema {SCHEMA_VERSION}"
     with pytest.raises(LogError, match=told):
         LogReader(tmp_path)
     with pytest.raises(LogError, match=told):
@@ -220,9 +220,7 @@ def test_older_schema_is_refused_with_the_version_that_wrote_it(tmp_path: Path) 
     connection = sqlite3.connect(tmp_path / LOG_NAME)
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION - 1}")
     connection.close()
-    told = (
-        rf"written by rlmux 0\.0\.9: its log schema is {SCHEMA_VERSION - 1}, .* with rlmux 0\.0\.9, or start a new run"
-    )
+    told = rf"written by rlmux 0\.0\.9 \(log schema {SCHEMA_VERSION - 1}\); to resume it: pip install rlmux==0\.0\.9; "
     with pytest.raises(LogError, match=told):
         LogReader(tmp_path)
     with pytest.raises(LogError, match=told):
