@@ -10,6 +10,7 @@ import pytest
 from tests.log_script import AlternatingRun
 from tests.service.lane_here import Lane
 from tests.service.pages_server import Pages
+from tests.waiting import until
 
 from rlmux.core.actions import Action, RunStage
 from rlmux.core.events import Event, PipelineFailed
@@ -134,5 +135,5 @@ def test_a_reason_is_whole_at_390_pixels_however_long_its_words_are(service, ent
     place.wait_for()
     assert REASON in place.inner_text()
     cut = "(box) => box.scrollWidth > box.clientWidth + 1 || box.getBoundingClientRect().right > innerWidth"
-    assert not place.evaluate(cut)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    until(lambda: not place.evaluate(cut), "a reason that fits, once the page is laid out anew")
+    until(lambda: page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a page that fits")

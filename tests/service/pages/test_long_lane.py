@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 import pytest
 from tests.log_script import long_lane
 from tests.service.pages_server import Pages
+from tests.waiting import until
 
 pytestmark = pytest.mark.xdist_group("browser")
 NUM_PIPELINES = 1000
@@ -130,7 +131,7 @@ def test_no_page_scrolls_sideways_at_390_pixels(long, enter, path):
     page = enter(long, path)
     page.set_viewport_size({"width": 390, "height": 844})
     page.wait_for_load_state("networkidle")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    until(lambda: page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a page that fits")
 
 
 def test_a_word_is_explained_by_the_keyboard_and_by_a_tap(long, enter):

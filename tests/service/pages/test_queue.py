@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.service.lane_here import Endless, Lane
 from tests.service.pages_server import Pages
+from tests.waiting import until
 
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.data_dir import open_root
@@ -113,7 +114,7 @@ def test_why_a_pipeline_waits_is_whole_at_390_pixels(service, enter):
     assert "needs 1 rollout" in reason.inner_text()
     box = reason.bounding_box()
     assert box["x"] + box["width"] <= 390
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    until(lambda: page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a page that fits")
     service.client.post(f"/pipelines/cpu/{name}/cancel", json={})
 
 
