@@ -52,30 +52,20 @@ def send_command(place: str, request: str, name: str, **fields: Any) -> str:
 
 def retry(place: str, names: Sequence[str], *, as_json: bool) -> int:
     """Retry failed pipelines; prints a line for each, and returns the exit code: 2 where one is refused."""
-    rows: list[dict[str, Any]] = []
-    with closing(target_of(place)) as target:
-        for name in dict.fromkeys(names):
-            try:
-                rows.append({"pipeline": name, "outcome": str(target.send_command("retry", name)["outcome"])})
-            except UserError as error:
-                rows.append({"pipeline": name, "outcome": "refused", "reason": str(error)})
-    if as_json:
-        tables.print_json({"pipelines": rows})
+    rows = _outcomes(place, names, "retry", as_json=as_json)
     for row in () if as_json else rows:
-        if "reason" in row:
-            inputs.print_notice(row["reason"])
-        else:
+        if "reason" not in row:
             print(f"{row['pipeline']}: {row['outcome']}")
     return 2 if any("reason" in row for row in rows) else 0
 
 
-def remove(place: str, names: Sequence[str], parts: str, *, is_dry: bool, as_json: bool) -> int:
-    """Remove files of ended pipelines; prints a line for each, and returns the exit code: 2 where one is refused."""
+def _outcomes(place: str, names: Sequence[str], request: str, *, as_json: bool, **fields: Any) -> list[dict[str, Any]]:
+    """Send a command for each pipeline. Prints all outcomes as JSON, or the reasons of refusals."""
     rows: list[dict[str, Any]] = []
     with closing(target_of(place)) as target:
         for name in dict.fromkeys(names):
             try:
-                rows.append(target.send_command("remove", name, parts=parts, dry_run=is_dry))
+                rows.append({"pipeline": name, **target.send_command(request, name, **fields)})
             except UserError as error:
                 rows.append({"pipeline": name, "outcome": "refused", "reason": str(error)})
     if as_json:
@@ -83,7 +73,14 @@ def remove(place: str, names: Sequence[str], parts: str, *, is_dry: bool, as_jso
     for row in () if as_json else rows:
         if "reason" in row:
             inputs.print_notice(row["reason"])
-        else:
+    return rows
+
+
+def remove(place: str, names: Sequence[str], parts: str, *, is_dry: bool, as_json: bool) -> int:
+    """Remove files of ended pipelines; prints a line for each, and returns the exit code: 2 where one is refused."""
+    rows = _outcomes(place, names, "remove", as_json=as_json, parts=parts, dry_run=is_dry)
+    for row in () if as_json else rows:
+        if "reason" not in row:
             what = "" if parts == "all" else f"{parts} "
             print(f"{row['pipeline']}: {what}{row['outcome']} ({size_words(row['freed_bytes'])})")
     freed = [row["freed_bytes"] for row in rows if "freed_bytes" in row]

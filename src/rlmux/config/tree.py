@@ -357,7 +357,7 @@ class WandbConfig(FromFile):
     project: Name = "rlmux"
     """Project that the runs are in."""
     entity: str | None = None
-    """User or team of the project. Default: that of the login."""
+    """User or team of the project. Default: the login's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ Notes (`notes.py`) are facts that the scheduler does not need.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sqlite3
@@ -379,11 +380,14 @@ def other_version(folder: Path) -> str | None:
     Through SQLite: to open and close the file by itself would drop the locks that this process has on it.
     """
     try:
-        LogReader(folder).close()
+        with contextlib.closing(connect_to_read(folder / LOG_NAME)) as connection:
+            (schema,) = connection.execute("PRAGMA user_version").fetchone()
+        if schema != SCHEMA_VERSION:
+            LogReader(folder).close()  # says who wrote it
     except OtherVersionError as error:
         return error.words
-    except LogError:
-        pass  # its reader says what is damaged
+    except (LogError, sqlite3.Error):
+        pass  # there is none, or its reader says what is damaged
     return None
 
 

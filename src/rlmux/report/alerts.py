@@ -352,8 +352,9 @@ def _held_idle(history: History) -> Iterator[Alert]:
         f"{device} ({', '.join(holders[node_name])})"
         for device in recent[-1].note.devices
         if (node_name := device.rpartition(".")[0]) in holders
-        and all((each.note.devices.get(device, {}).get("use") or 0.0) < _IDLE_USE for each in recent)
-        and all(each.note.devices.get(device, {}).get("use") is not None for each in recent)
+        and all(
+            (use := each.note.devices.get(device, {}).get("use")) is not None and use < _IDLE_USE for each in recent
+        )
     ]
     if idle:
         more = f" and {len(idle) - _NAMED_DEVICES} more" if len(idle) > _NAMED_DEVICES else ""

@@ -13,7 +13,6 @@ import heapq
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from rlmux.log.run_log import LOG_NAME, NOT_SHOWN, LogReader
 from rlmux.report.timeline.build import DeviceTimeline, Timeline, build_timeline, exposed
 from rlmux.report.timeline.history import History, without_collector
 from rlmux.report.timeline.intervals import Cause, Interval, Kind
-from rlmux.report.timeline.run_clock import RunClock, unix_of, utc_text
+from rlmux.report.timeline.run_clock import RunClock, unix_from, utc_text
 
 NO_VALUE = "-"
 """Key of what is no pipeline's, or a pipeline's without a project or a user."""
@@ -54,11 +53,7 @@ def _moment_of(option: str, text: str, now: float) -> float:
     period = re.fullmatch(r"([0-9]{1,6})([hdw])", text)
     if period:
         return now - int(period[1]) * _HOURS_BY_UNIT[period[2]] * 3600.0
-    try:
-        day = date.fromisoformat(text) + timedelta(days=option == "--until")
-        found = unix_of(datetime.combine(day, datetime.min.time()).isoformat())
-    except (ValueError, OverflowError):
-        found = unix_of(text)
+    found = unix_from(text, is_end=option == "--until")
     if found is None:
         raise UserError(f"{option} {text!r}: accepted: a period such as 30d, 12h or 4w, a date, or an ISO time")
     return found

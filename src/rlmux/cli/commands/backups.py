@@ -55,6 +55,7 @@ def restore(
 def _show(done: str, copy: Callable[[Any], Copied], as_json: bool) -> None:
     from rlmux.cli import progress
     from rlmux.cli.tables import print_json
+    from rlmux.report.timeline.records import size_words
 
     started_s = time.monotonic()
     with progress.bar("files", is_quiet=as_json) as shown:
@@ -74,4 +75,4 @@ def _show(done: str, copy: Callable[[Any], Copied], as_json: bool) -> None:
         return
     for sentence in copied.left_out:
         typer.echo(f"rlmux: {sentence}", err=True)
-    typer.echo(f"{done}: {copied.num_files} files, {copied.num_bytes} bytes, {seconds:.1f} s")
+    typer.echo(f"{done}: {copied.num_files} files, {size_words(copied.num_bytes)}, {seconds:.1f} s")

@@ -106,9 +106,7 @@ def retry(
 
 
 def remove(
-    place: Annotated[
-        str, typer.Argument(metavar="DIR|URL", help="A run's folder, or http://HOST:PORT/lanes/NAME of a server.")
-    ],
+    place: Place,
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="[NAME...]", help="Names of pipelines that have ended; without: the whole run."),

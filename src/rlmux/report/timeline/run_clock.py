@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 
@@ -57,6 +57,21 @@ def unix_of(utc: str | None) -> float | None:
     except ValueError:
         return None
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+def unix_from(text: str, *, is_end: bool) -> float | None:
+    """Unix time of a date or an ISO time, in UTC where it has no zone; a date as an end includes its day.
+
+    None for other text.
+    """
+    try:
+        day = date.fromisoformat(text)
+    except ValueError:
+        return unix_of(text)
+    try:
+        return unix_of(datetime.combine(day + timedelta(days=int(is_end)), datetime.min.time()).isoformat())
+    except OverflowError:
+        return None
 
 
 def utc_text(unix_s: float) -> str:

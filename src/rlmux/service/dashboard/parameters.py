@@ -8,8 +8,9 @@ from typing import Annotated
 
 from fastapi import Depends, Query, Request
 
+from rlmux.report.timeline.run_clock import unix_from
 from rlmux.service.dashboard.auth.access import Principal
-from rlmux.service.index.selection import FILTERS, NO_VALUE, STATUSES, Selection, unix_from
+from rlmux.service.index.selection import FILTERS, NO_VALUE, STATUSES, Selection
 from rlmux.service.problems import ProblemError
 
 

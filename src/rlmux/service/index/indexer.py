@@ -323,7 +323,8 @@ class _Lane:
     def look(self) -> None:
         """Update the index of a changed log. Prints each problem, and its end, on stdout."""
         begun_s = time.monotonic()
-        if other_version(self.folder) is not None:  # the pages say so; an index of that version stays as it is
+        # Asked before the first look only. The pages say so, and an index of that version stays as it is.
+        if not self.signature and other_version(self.folder) is not None:
             self.due_s = begun_s + _SCAN_EVERY_S
             return
         try:

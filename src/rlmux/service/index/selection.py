@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, timedelta
 from typing import Any
 
 from rlmux.report.timeline.run_clock import unix_of
@@ -91,18 +90,3 @@ def in_order(rows: Sequence[Row], sort: str) -> list[Row]:
 
 def _rank(status: str) -> int:
     return 0 if status == "running" else 1
-
-
-def unix_from(text: str, *, is_end: bool) -> float | None:
-    """Unix time of a date or an ISO time, in UTC where it has no zone; a date as an end includes its day.
-
-    None for other text.
-    """
-    try:
-        day = date.fromisoformat(text)
-    except ValueError:
-        return unix_of(text)
-    try:
-        return unix_of(datetime.combine(day + timedelta(days=int(is_end)), datetime.min.time()).isoformat())
-    except OverflowError:
-        return None
